@@ -1,0 +1,202 @@
+"""Which samples form which step: a function of (seed, epoch), whatever the processes, micro-batches and workers.
+
+A step is `global_batch_size` samples of the epoch's order. It is dealt to the processes, and each share is cut
+into micro-batches. The batch sampler emits micro-batch j of process 0, of process 1, ..., so that Accelerate's own
+sharding (batch i goes to process i mod N, `even_batches=False`) hands every process its part, the same number of
+micro-batches to each. A process without a sample in a ragged step gets one with weight 0.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from kit.stopping import ignore_signals
+
+POOL_STEPS = 64  # like lengths are put together inside shuffled pools of this many steps
+
+
+class Sample(NamedTuple):
+    """What the sampler asks the dataset for: augmentation may depend on (epoch, index), never on the place in a batch."""
+
+    index: int
+    epoch: int
+    weight: float  # 1 for a real sample, 0 for a filler that must not count
+
+
+class Window(NamedTuple):
+    """The micro-batches of one step on one process."""
+
+    num_micro_batches: int
+    num_samples: int  # real samples of the whole step, over all processes
+
+
+class WeightedSamples(Dataset):
+    """Give each item of `dataset` (a mapping) its `sample_id` and `weight`."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, sample: Sample) -> dict:
+        return {**self.dataset[sample.index], "sample_id": sample.index, "weight": sample.weight}
+
+
+def build_loader(dataset, sampler: Sampler, collate, num_workers: int) -> DataLoader:
+    """Return the loader of a `StepSampler` or `EvaluationSampler`; collate sees `sample_id` and `weight` in each item."""
+    return DataLoader(
+        WeightedSamples(dataset),
+        batch_sampler=sampler,
+        collate_fn=collate,
+        num_workers=num_workers,
+        persistent_workers=num_workers > 0,
+        worker_init_fn=ignore_signals,
+        pin_memory=torch.accelerator.is_available(),
+    )
+
+
+def seed_for(*parts: int | str) -> int:
+    """Return a 63-bit seed that depends on every part and on nothing else."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
+
+
+@dataclass
+class StepSampler(Sampler):
+    """Batch sampler of a whole training run: steps 1 to `total_steps`, of `global_batch_size` samples each.
+
+    The last step of an epoch holds the samples that are left. `lengths` (one per sample) puts samples of like length
+    into the same step. Set `start_step` to the number of steps already done before iterating: nothing is replayed.
+    """
+
+    num_samples: int
+    global_batch_size: int
+    micro_batch_size: int
+    num_processes: int
+    seed: int
+    total_steps: int
+    lengths: Sequence[int] | None = None
+    start_step: int = 0
+
+    def __post_init__(self):
+        assert self.num_samples > 0 and self.global_batch_size > 0 and self.micro_batch_size > 0
+        self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.num_samples // self.global_batch_size)
+
+    def epoch_of(self, step: int) -> int:
+        """Return the epoch (from 0) in which a step (from 1) lies."""
+        return (step - 1) // self.steps_per_epoch
+
+    def window(self, step: int) -> Window:
+        """Return the number of micro-batches of a step (from 1) on each process, and its real samples over all."""
+        place = (step - 1) % self.steps_per_epoch
+        num_samples = min(self.global_batch_size, self.num_samples - place * self.global_batch_size)
+        largest_share = -(-num_samples // self.num_processes)
+        return Window(-(-largest_share // self.micro_batch_size), num_samples)
+
+    def samples(self, step: int) -> list[int]:
+        """Return the indices of all samples of a step (from 1), over all processes."""
+        start = (step - 1) % self.steps_per_epoch * self.global_batch_size
+        return self._epoch_order(self.epoch_of(step))[start : start + self.global_batch_size].tolist()
+
+    def share(self, step: int, process: int) -> list[int]:
+        """Return the indices of the samples of a step (from 1) that fall to one process; may be empty."""
+        return self.samples(step)[process :: self.num_processes]
+
+    def describe(self) -> dict:
+        """Return the batch arithmetic, for the banner and run.json."""
+        window, share = self.window(1), -(-self.window(1).num_samples // self.num_processes)
+        size = min(share, self.micro_batch_size)
+        parts = [
+            (self.num_processes, "process", "processes"),
+            (window.num_micro_batches, "micro-batch", "micro-batches"),
+        ]
+        counted = " x ".join(f"{number} {one if number == 1 else many}" for number, one, many in parts)
+        is_even = window.num_samples == self.num_processes * window.num_micro_batches * size
+        return {
+            "arithmetic": f"{window.num_samples} = {counted} x {'' if is_even else 'up to '}{size}",
+            "global_batch_size": self.global_batch_size,
+            "micro_batches_per_step": window.num_micro_batches,
+            "steps_per_epoch": self.steps_per_epoch,
+            "samples_in_last_step_of_epoch": self.window(self.steps_per_epoch).num_samples,
+            "total_steps": self.total_steps,
+        }
+
+    def __len__(self) -> int:
+        """Return the number of micro-batches from `start_step` on, over all processes."""
+        return self.num_processes * (
+            self._micro_batches(self.total_steps) - self._micro_batches(self.start_step)
+        )
+
+    def _micro_batches(self, step: int) -> int:
+        """Return the micro-batches of one process in steps 1 to `step`."""
+        epochs, rest = divmod(step, self.steps_per_epoch)
+        full, last = self.window(1).num_micro_batches, self.window(self.steps_per_epoch).num_micro_batches
+        return epochs * ((self.steps_per_epoch - 1) * full + last) + rest * full
+
+    def __iter__(self) -> Iterator[list[Sample]]:
+        for step in range(self.start_step + 1, self.total_steps + 1):
+            epoch = self.epoch_of(step)
+            shares = [self.share(step, process) for process in range(self.num_processes)]
+            filler = [Sample(shares[0][0], epoch, 0.0)]
+            for start in range(
+                0, self.window(step).num_micro_batches * self.micro_batch_size, self.micro_batch_size
+            ):
+                for share in shares:
+                    yield [
+                        Sample(i, epoch, 1.0) for i in share[start : start + self.micro_batch_size]
+                    ] or filler
+
+    def _epoch_order(self, epoch: int) -> torch.Tensor:
+        """Return the order of an epoch, an int64 tensor [num_samples]; the last one is kept."""
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(seed_for(self.seed, "order", epoch))
+            order = torch.randperm(self.num_samples, generator=generator)
+            if self.lengths is not None:
+                order = self._group_like_lengths(order, generator)
+            self._epoch, self._order = epoch, order
+        return self._order
+
+    def _group_like_lengths(self, order: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """Sort inside pools, cut into steps, shuffle the steps. The ragged last step is drawn first, so at random."""
+        lengths = torch.as_tensor(self.lengths)
+        full = self.num_samples // self.global_batch_size * self.global_batch_size
+        pools = order[:full].split(POOL_STEPS * self.global_batch_size)
+        pools = [pool[lengths[pool].argsort(stable=True)] for pool in pools]
+        steps = torch.cat(pools).view(-1, self.global_batch_size) if pools else order[:0].view(0, 1)
+        tail = order[full:]
+        tail = tail[lengths[tail].argsort(stable=True)]
+        return torch.cat([steps[torch.randperm(len(steps), generator=generator)].flatten(), tail])
+
+
+@dataclass
+class EvaluationSampler(Sampler):
+    """Batch sampler that hands out every sample exactly once with weight 1.
+
+    The batches are cut before they are dealt to the processes, so each is the same on any number of processes; a
+    process without a batch in the last round gets one filler of weight 0. `lengths` puts like lengths together.
+    """
+
+    num_samples: int
+    eval_batch_size: int
+    num_processes: int
+    lengths: Sequence[int] | None = None
+
+    def __len__(self) -> int:
+        batches = -(-self.num_samples // self.eval_batch_size)
+        return -(-batches // self.num_processes) * self.num_processes
+
+    def __iter__(self) -> Iterator[list[Sample]]:
+        order = torch.arange(self.num_samples)
+        if self.lengths is not None:
+            order = torch.as_tensor(self.lengths).argsort(stable=True)
+        batches = [[Sample(i, 0, 1.0) for i in part.tolist()] for part in order.split(self.eval_batch_size)]
+        yield from batches
+        yield from [[Sample(int(order[0]), 0, 0.0)]] * (len(self) - len(batches))

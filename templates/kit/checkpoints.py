@@ -1,0 +1,302 @@
+"""Checkpoints: save, verify, choose, restore, prune.
+
+A checkpoint is a folder `step_00000120` with safetensors for tensors, JSON for everything else, and a manifest
+(names, sizes, sha256) written last; it is written under a temporary name, synced and renamed. Nothing in it is a
+pickle, so loading one cannot run code.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from kit.settings import MachineError, UserError
+
+MANIFEST = "manifest.json"
+TEMPORARY = ".tmp"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy in host memory of everything that a step leaves behind."""
+
+    step: int
+    tensors: dict[str, dict[str, torch.Tensor]]  # file stem -> name -> tensor
+    documents: dict[str, dict]  # file stem -> JSON
+
+
+def folder_name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def snapshot(step: int, modules: dict, optimizers: dict, schedules: dict, documents: dict) -> Snapshot:
+    """Copy the states of unwrapped modules, optimizers and schedules (by name) to host memory.
+
+    Tensors that share memory (tied weights) are kept once; the other names are noted beside them.
+    """
+    tensors, documents = {}, dict(documents)
+    for name, module in modules.items():
+        tensors[name], aliases = _without_aliases(clean_keys(module.state_dict()))
+        documents[f"{name}_aliases"] = aliases
+    for name, optimizer in optimizers.items():
+        tensors[name], documents[name] = _split_tensors(optimizer.state_dict())
+    documents |= {name: schedule.state_dict() for name, schedule in schedules.items()}
+    return Snapshot(step, tensors, json.loads(json.dumps(documents)))
+
+
+def clean_keys(state: dict) -> dict:
+    """Return a state dict without the prefixes that torch.compile puts into names, also in mid-name."""
+    return {name.replace("_orig_mod.", ""): value for name, value in state.items()}
+
+
+def _without_aliases(state: dict) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    kept, aliases, owner = {}, {}, {}
+    for name, tensor in state.items():
+        place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        if tensor.numel() and place in owner:
+            aliases[name] = owner[place]
+        else:
+            owner[place] = name
+            kept[name] = _copy(tensor)
+    return kept, aliases
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _split_tensors(value, path: str = "") -> tuple[dict[str, torch.Tensor], object]:
+    """Split a nested state into its tensors, by path, and the rest, where a tensor is noted as {"tensor": path}."""
+    if isinstance(value, torch.Tensor):
+        return {path: _copy(value)}, {"tensor": path}
+    if isinstance(value, dict):
+        parts = {key: _split_tensors(part, f"{path}/{key}") for key, part in value.items()}
+        rest = {
+            "items": [[key, part[1]] for key, part in parts.items()]
+        }  # JSON would turn number keys into text
+        return {name: tensor for part in parts.values() for name, tensor in part[0].items()}, rest
+    if isinstance(value, list | tuple):
+        parts = [_split_tensors(part, f"{path}/{place}") for place, part in enumerate(value)]
+        return {name: tensor for part in parts for name, tensor in part[0].items()}, [
+            part[1] for part in parts
+        ]
+    return {}, value
+
+
+def _join_tensors(rest, tensors: dict[str, torch.Tensor]):
+    if isinstance(rest, list):
+        return [_join_tensors(part, tensors) for part in rest]
+    if isinstance(rest, dict) and "tensor" in rest:
+        return tensors[rest["tensor"]]
+    if isinstance(rest, dict):
+        return {key: _join_tensors(part, tensors) for key, part in rest["items"]}
+    return rest
+
+
+class CheckpointWriter:
+    """Writes snapshots into `folder` in the background, at most one at a time; only process 0 should own one.
+
+    After each, the oldest are pruned so that `total_limit` are left (None: all), never the newest nor the best.
+    """
+
+    def __init__(self, folder: Path, total_limit: int | None = None):
+        self.folder, self.total_limit = folder, total_limit
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(self, snap: Snapshot, best_step: int | None = None) -> None:
+        """Start to write a snapshot; wait first for the one before, and raise what went wrong with it."""
+        self.finish()
+        self._thread = threading.Thread(target=self._run, args=(snap, best_step), name="checkpoint")
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until everything is on disk. Raises `MachineError` with path and cause if it could not be written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _run(self, snap: Snapshot, best_step: int | None) -> None:
+        try:
+            write(self.folder, snap)
+            prune(self.folder, self.total_limit, keep={snap.step, best_step})
+        except BaseException as error:  # handed to the training thread by finish()
+            self._error = error
+
+
+def write(folder: Path, snap: Snapshot) -> Path:
+    """Write a snapshot as `folder/step_...` and return that path; it is complete or it is not there."""
+    final = folder / folder_name(snap.step)
+    temporary = final.with_name(final.name + TEMPORARY)
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        for stem, tensors in snap.tensors.items():
+            save_file(tensors, temporary / f"{stem}.safetensors")
+        for stem, document in snap.documents.items():
+            (temporary / f"{stem}.json").write_text(json.dumps(document), "utf-8")
+        files = {
+            path.name: {"size": path.stat().st_size, "sha256": _sha256(path)} for path in temporary.iterdir()
+        }
+        for name in files:
+            _sync(temporary / name)
+        (temporary / MANIFEST).write_text(json.dumps({"step": snap.step, "files": files}, indent=1), "utf-8")
+        _sync(temporary / MANIFEST)
+        shutil.rmtree(
+            final, ignore_errors=True
+        )  # a torn one of this step: a complete one is never written again
+        os.replace(temporary, final)
+        _sync(folder)
+    except Exception as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        cause = getattr(error, "strerror", None) or str(error)
+        raise MachineError(
+            f"could not write {final}: {cause}; the checkpoints before it are untouched"
+        ) from error
+    return final
+
+
+def _sync(path: Path) -> None:
+    if os.name == "nt" and path.is_dir():  # Windows cannot open a folder
+        return
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        if hasattr(hashlib, "file_digest"):  # Python 3.11
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+        return digest.hexdigest()
+
+
+def prune(folder: Path, total_limit: int | None, keep: set) -> None:
+    """Delete the oldest checkpoints by step number until `total_limit` are left; those in `keep` always stay."""
+    if total_limit is None:
+        return
+    steps = sorted(step for step in map(step_of, folder.iterdir()) if step is not None)
+    spare = [step for step in steps if step not in keep]
+    for step in spare[: max(0, len(steps) - total_limit)]:
+        # The manifest goes first: a half-deleted checkpoint must never look complete.
+        (folder / folder_name(step) / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(folder / folder_name(step))
+
+
+def step_of(path: Path) -> int | None:
+    """Return the step of a checkpoint folder by its name; None for anything else that lies there."""
+    digits = path.name.removeprefix("step_")
+    is_checkpoint = (
+        path.is_dir() and path.name.startswith("step_") and digits.isdecimal() and len(digits) >= 8
+    )
+    return int(digits) if is_checkpoint else None
+
+
+def fault_of(path: Path) -> str | None:
+    """Return what is wrong with a checkpoint, or None when every file is as its manifest says."""
+    try:
+        files = json.loads((path / MANIFEST).read_text("utf-8"))["files"]
+        for name, expected in files.items():
+            file = path / name
+            if Path(name).name != name:
+                return f"manifest names a file outside the folder: {name}"
+            if not file.is_file():
+                return f"{name} is missing"
+            if file.stat().st_size != expected["size"]:
+                return f"{name} has {file.stat().st_size} bytes instead of {expected['size']}"
+            if _sha256(file) != expected["sha256"]:
+                return f"{name} is damaged (its sha256 differs from the manifest)"
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} is unreadable"
+    except OSError as error:
+        return f"unreadable: {error.strerror}"
+    return None
+
+
+def choose(folder: Path, resume_from_checkpoint: str) -> tuple[Path | None, list[str]]:
+    """Return the checkpoint to go on from (None: start anew) and notes on those that were passed over.
+
+    `resume_from_checkpoint` is 'auto' (the newest complete one in `folder`), 'none', or the path of one checkpoint or
+    of a folder of them. Raises `UserError` when a path does not hold a complete one, or when all in `folder` are torn.
+    """
+    if resume_from_checkpoint == "none":
+        return None, []
+    is_auto = resume_from_checkpoint == "auto"
+    place = folder if is_auto else Path(resume_from_checkpoint)
+    for below in ("", "checkpoints"):  # a run directory is as good as its checkpoints folder
+        if not is_auto and (place / below).is_dir() and any(map(_is_remnant, (place / below).iterdir())):
+            place = place / below
+            break
+    if not is_auto and not place.is_dir():
+        raise UserError(
+            f"resume_from_checkpoint: there is no folder {place}; give a checkpoint, a run, auto or none"
+        )
+    if not is_auto and (step_of(place) is not None or (place / MANIFEST).exists()):
+        candidates = [place]
+    else:
+        remnants = filter(_is_remnant, place.iterdir()) if place.is_dir() else []
+        candidates = sorted(remnants, key=lambda path: (len(path.stem), path.name), reverse=True)  # by number
+    notes = []
+    for path in candidates:
+        fault = "left over from an interrupted save" if path.name.endswith(TEMPORARY) else fault_of(path)
+        if fault is None:
+            return path, notes
+        notes.append(f"checkpoint {path} is passed over: {fault}")
+    if candidates or not is_auto:
+        # A leftover of the very first save is no checkpoint that was lost: nothing was ever complete.
+        if is_auto and all(path.name.endswith(TEMPORARY) for path in candidates):
+            return None, notes
+        raise UserError(
+            f"no complete checkpoint in {place} ({'; '.join(notes) or 'it holds none'}): to start anew use"
+            " --resume_from_checkpoint none with another --output_dir, or --overwrite_output_dir true"
+        )
+    return None, notes
+
+
+def _is_remnant(path: Path) -> bool:
+    return step_of(path) is not None or (path.name.startswith("step_") and path.name.endswith(TEMPORARY))
+
+
+def read_document(path: Path, name: str) -> dict:
+    """Return one of the JSON documents of a checkpoint."""
+    return json.loads((path / f"{name}.json").read_text("utf-8"))
+
+
+def restore(path: Path, modules: dict, optimizers: dict, schedules: dict) -> None:
+    """Load a checkpoint into unwrapped modules, optimizers and schedules, by name; strict in every key."""
+    for name, module in modules.items():
+        load_module(path, name, module)
+    for name, optimizer in optimizers.items():
+        optimizer.load_state_dict(_join_tensors(read_document(path, name), _read_tensors(path, name)))
+    for name, schedule in schedules.items():
+        schedule.load_state_dict(read_document(path, name))
+
+
+def load_module(path: Path, name: str, module: torch.nn.Module) -> None:
+    """Load one module of a checkpoint; strict in every key, tied weights stay tied."""
+    state = _read_tensors(path, name)
+    state |= {alias: state[owner] for alias, owner in read_document(path, f"{name}_aliases").items()}
+    spelled = {key.replace("_orig_mod.", ""): key for key in module.state_dict()}
+    module.load_state_dict({spelled.get(key, key): value for key, value in state.items()}, strict=True)
+
+
+def _read_tensors(path: Path, name: str) -> dict[str, torch.Tensor]:
+    with safe_open(path / f"{name}.safetensors", framework="pt") as file:
+        return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)

@@ -1,0 +1,307 @@
+"""What a run leaves behind: settings.yaml, run.json, metrics.jsonl; and what it says on the screen."""
+
+import json
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+import traceback
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+
+from kit import checkpoints
+from kit.settings import UserError, differences, numbers_in_force, one_line, save_settings
+from kit.stopping import EXIT_STOPPED
+from kit.world import on_main
+
+LEFT_BEHIND = "settings.yaml run.json metrics.jsonl README.md report.html predictions.csv checkpoints best final".split()
+PACKAGES = (
+    "torch accelerate transformers datasets evaluate timm torchvision scikit-learn numpy safetensors".split()
+)
+
+
+def read_run(output_dir: Path) -> dict | None:
+    """Return run.json of a run directory that has something to lose; None when there is no such run."""
+    has_progress = (output_dir / "metrics.jsonl").exists() or any((output_dir / "checkpoints").glob("step_*"))
+    try:
+        return json.loads((output_dir / "run.json").read_text("utf-8")) if has_progress else None
+    except FileNotFoundError:
+        raise UserError(
+            f"output_dir {output_dir} holds metrics or checkpoints but no run.json: it is not a run of this script;"
+            " choose another --output_dir"
+        ) from None
+    except ValueError:
+        raise UserError(f"{output_dir / 'run.json'} is unreadable: choose another --output_dir") from None
+
+
+def check_run_directory(settings, data_sha256: dict | None = None) -> str | None:
+    """Refuse a run directory that holds another run, with the differences named; return the status of the same run.
+
+    `data_sha256` (by split) is None while the data are not known yet. Changes nothing on disk.
+    """
+    output_dir = Path(settings.output_dir)
+    for path in (output_dir, *output_dir.parents):
+        if path.exists() and not path.is_dir():
+            raise UserError(f"output_dir {output_dir}: {path} is a file; choose another --output_dir")
+    if settings.overwrite_output_dir or (run := read_run(output_dir)) is None:
+        return None
+    if settings.resume_from_checkpoint == "none":
+        raise UserError(
+            f"{output_dir} holds a run, and resume_from_checkpoint none would start anew over it: choose another"
+            " --output_dir, or give --overwrite_output_dir true to delete that run"
+        )
+    changes = differences(run["numbers"], numbers_in_force(settings))
+    if data_sha256 is not None:
+        changes += [f"data of {change}" for change in differences(run["data"]["sha256"], data_sha256)]
+    if changes:
+        raise UserError(
+            f"{output_dir} holds another run: {'; '.join(changes)}. Choose another --output_dir,"
+            " or give --overwrite_output_dir true to delete that run"
+        )
+    return run["status"]
+
+
+class RunDirectory:
+    """The run directory of this run; a context that records how the run ended. Only process 0 writes and prints.
+
+    `facts` go into run.json: at least `world`, `data` (its `rows` and `sha256` by split) and `batch`. Entering raises `UserError` if
+    another run is writing into the same folder, or if it cannot be written.
+    """
+
+    def __init__(self, accelerator, settings, facts: dict):
+        self.accelerator, self.settings, self.facts = accelerator, settings, facts
+        self.path, self.is_main = Path(settings.output_dir), accelerator.is_main_process
+        # What has to be the same for a checkpoint to go on from, and what may change if it is said.
+        numbers = numbers_in_force(settings) | {"data": facts["data"]["sha256"]}
+        self.identity = json.loads(json.dumps({"numbers": numbers, "world": facts["world"]}))
+        self._bar = self._log = self._lock = None
+
+    # -- begin -------------------------------------------------------------------------------------------------------
+
+    def __enter__(self):
+        on_main(self.accelerator, self._open)
+        return self
+
+    def _open(self) -> None:
+        self._lock = _lock(self.path)
+        before = read_run(self.path) or {}
+        if self.settings.overwrite_output_dir and before:
+            before = {}
+            for name in LEFT_BEHIND:
+                path = self.path / name
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        save_settings(self.settings, self.path / "settings.yaml")
+        self._began, self._seconds_before = time.monotonic(), before.get("seconds", 0.0)
+        self.facts = {
+            "status": "running",
+            "cause": None,
+            "started": before.get("started") or datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "starts": before.get("starts", 0) + 1,
+            "seconds": 0.0,  # of all starts together
+            "command": sys.argv,
+            "versions": {"python": platform.python_version()} | _versions(),
+            "git_commit": _git_commit(),
+            "numbers": numbers_in_force(self.settings),
+            **self.facts,
+        }
+        self._write_facts()
+
+    def introduce(self, schedule: str, notes: list[str]) -> None:
+        """Print once where the settings came from, where and on what the run happens, and its arithmetic."""
+        world, data, batch = (self.facts[name] for name in ("world", "data", "batch"))
+        last = batch["samples_in_last_step_of_epoch"]
+        ragged = "" if last == batch["global_batch_size"] else f", the last of an epoch with {last} samples"
+        lines = {
+            "settings": " < ".join(getattr(self.settings, "sources", ["a Settings object"])),
+            "world": world["summary"],
+            "data": ", ".join(f"{count} {split}" for split, count in data["rows"].items()),
+            "steps": f"{batch['total_steps']} steps, {batch['steps_per_epoch']} an epoch{ragged}",
+            "batch": batch["arithmetic"],
+            "schedule": schedule,
+            "run": f"{self.path} (start {self.facts['starts']})" if self.is_main else "",
+        }
+        for name, text in [*lines.items(), *(("note", note) for note in notes)]:
+            self.say(f"{name:<10} {text}")
+
+    def choose_checkpoint(self) -> Path | None:
+        """Return the checkpoint to go on from, the same on every process; say what is passed over or has changed."""
+        resume_from = self.settings.resume_from_checkpoint
+        path, notes = on_main(self.accelerator, checkpoints.choose, self.path / "checkpoints", resume_from)
+        for note in notes:
+            self.say(note)
+        if path is None:
+            return None
+        before = checkpoints.read_document(path, "run")
+        if changes := differences(before["numbers"], self.identity["numbers"]):
+            raise UserError(f"resume_from_checkpoint {path} belongs to another run: {'; '.join(changes)}")
+        moved = differences(before["world"], self.identity["world"])
+        self.say(f"resume     {path}" + (f"; changed since: {'; '.join(moved)}" if moved else ""))
+        return path
+
+    def start_log(self, step: int, total_steps: int, steps_per_epoch: int) -> None:
+        """Open metrics.jsonl without the lines after `step`: a resumed run does those steps again."""
+        self._steps_per_epoch = steps_per_epoch
+        if not self.is_main:
+            return
+        from tqdm import tqdm
+
+        path = self.path / "metrics.jsonl"
+        rows = [json.loads(line) for line in _complete_lines(path)] if step else []
+        kept = [json.dumps(row) for row in rows if row["step"] <= step and "test_loss" not in row]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(f"{line}\n" for line in kept), "utf-8")
+        os.replace(temporary, path)
+        self._log = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed in __exit__)
+        # A bar belongs on a terminal; in a file every refresh would be one more line.
+        self._bar = tqdm(total=total_steps, initial=step, unit="step", disable=not sys.stderr.isatty())
+
+    # -- during ------------------------------------------------------------------------------------------------------
+
+    def log(self, step: int, **values: float) -> None:
+        """Write one line of metrics.jsonl and show it. Non-finite numbers become null."""
+        if not self.is_main:
+            return
+        epoch = step / self._steps_per_epoch
+        self._log.write(json.dumps(_plain({"step": step, "epoch": epoch, **values})) + "\n")
+        self._log.flush()
+        text = "  ".join(f"{name} {_short(value)}" for name, value in values.items())
+        if self._bar.disable or "loss" not in values:
+            self.say(f"step {step}/{self._bar.total}  epoch {epoch:.2f}  {text}")
+        else:
+            self._bar.set_postfix_str(text, refresh=False)
+
+    def advance(self, step: int) -> None:
+        """Move the progress bar to `step`."""
+        if self.is_main:
+            self._bar.update(step - self._bar.n)
+
+    def say(self, text: str) -> None:
+        """Print a line once, without disturbing the progress bar."""
+        if self.is_main:
+            from tqdm import tqdm
+
+            tqdm.write(text)
+            sys.stdout.flush()
+
+    def record(self, **facts) -> None:
+        """Add facts to run.json."""
+        if self.is_main:
+            self.facts |= facts
+            self._write_facts()
+
+    def _write_facts(self) -> None:
+        self.facts["seconds"] = round(self._seconds_before + time.monotonic() - self._began, 3)
+        temporary = self.path / "run.json.tmp"
+        temporary.write_text(json.dumps(_plain(self.facts), indent=1) + "\n", "utf-8")
+        os.replace(temporary, self.path / "run.json")
+
+    def write_card(self, title: str, results: dict, load: str) -> None:
+        """Write README.md, the model card: what was trained on what, the measured numbers, and how to load it."""
+        if not self.is_main:
+            return
+        world, data = self.facts["world"], self.facts["data"]
+        rows = "\n".join(f"| {name} | {_short(value)} |" for name, value in results.items())
+        sizes = ", ".join(f"{count} {split}" for split, count in data["rows"].items())
+        (self.path / "README.md").write_text(
+            f"# {title}\n\n| measured | value |\n| --- | --- |\n{rows}\n\n"
+            f"Data: {sizes}.\nTrained on: {world['summary']}, in {self.facts['seconds']:.0f} seconds.\n"
+            f"Settings: settings.yaml; everything else that is known of the run: run.json, metrics.jsonl.\n\n"
+            f"```python\n{load}\n```\n",
+            "utf-8",
+        )
+
+    # -- end ---------------------------------------------------------------------------------------------------------
+
+    def stop(self, reason: str) -> None:
+        """End the run before its time, after everything is saved. Raises `SystemExit(75)`."""
+        self.record(cause=reason)
+        self.say(f"stopped    {reason}; the same command goes on from here")
+        raise SystemExit(EXIT_STOPPED)
+
+    def __exit__(self, kind, error, trace) -> None:
+        is_stop = isinstance(error, SystemExit) and error.code == EXIT_STOPPED
+        if not self.is_main:
+            # Process 0 only sees the connection break: leave it the true cause.
+            if error is not None and not is_stop:
+                name = f".failed_process_{self.accelerator.process_index}"
+                cause = f"process {self.accelerator.process_index}: {kind.__name__}: {one_line(error)}"
+                (self.path / name).write_text(cause, "utf-8")
+            return
+        if self._bar is not None:
+            self._bar.close()
+            self._log.close()
+        outcome = {"status": "done" if error is None else "stopped"}
+        if error is not None and not is_stop:
+            time.sleep(0.5)  # a process that failed before this one may be leaving its note
+            causes = [path.read_text("utf-8") for path in sorted(self.path.glob(".failed_process_*"))]
+            outcome = {
+                "status": "failed",
+                "cause": (causes or [f"{kind.__name__}: {one_line(error)}"])[0],
+                "traceback": "".join(traceback.format_exception(kind, error, trace)),
+            }
+        for path in self.path.glob(".failed_process_*"):
+            path.unlink(missing_ok=True)
+        try:
+            self.record(**outcome)
+        except OSError as full:  # what ended the run matters more: let that be seen
+            print(f"run.json could not be written: {full}", file=sys.stderr)
+        self._lock.release()
+
+
+def _lock(output_dir: Path):
+    from filelock import FileLock, Timeout
+
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(output_dir / ".lock")
+        lock.acquire(timeout=0)
+        return lock
+    except Timeout:
+        raise UserError(
+            f"another run is writing into {output_dir}: wait for it, or choose another --output_dir"
+        ) from None
+    except OSError as error:
+        raise UserError(f"output_dir {output_dir} cannot be written: {error.strerror}") from None
+
+
+def _complete_lines(path: Path) -> list[str]:
+    """Return the lines of a file; a last one that a crash cut off is dropped."""
+    return path.read_text("utf-8").split("\n")[:-1] if path.exists() else []
+
+
+def _plain(value):
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None  # JSON has no NaN
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _short(value: float) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _git_commit() -> str | None:
+    """Return the commit that this file belongs to, with '-dirty' where files differ; None outside of a repository."""
+    try:
+        command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() or None

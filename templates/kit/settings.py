@@ -1,0 +1,182 @@
+"""Settings: a dataclass, then `--config recipe.yaml`, then the command line; mistakes answered in one line, exit 2."""
+
+import dataclasses
+import difflib
+import json
+import math
+import os
+import re
+import sys
+import typing
+from contextlib import contextmanager
+from pathlib import Path
+
+EXIT_MISTAKE = 2
+
+# Settings that may differ between two starts of one run: they move no number beyond rounding.
+NEUTRAL = frozenset(
+    "output_dir overwrite_output_dir resume_from_checkpoint micro_batch_size eval_batch_size num_workers logging_steps"
+    " checkpointing_steps checkpoints_total_limit max_train_time ddp_timeout gradient_checkpointing torch_compile"
+    " cache_images".split()
+)
+
+# Names that people bring from other training scripts, where the near match would not help.
+ELSEWHERE = {
+    "gradient_accumulation_steps": "it is derived from global_batch_size, micro_batch_size and the number of processes",
+    "per_device_train_batch_size": "set micro_batch_size (one forward pass) and global_batch_size (one step)",
+    "per_device_eval_batch_size": "set eval_batch_size",
+    "batch_size": "set global_batch_size (one step) and micro_batch_size (one forward pass)",
+    "fp16": "set mixed_precision: fp16",
+    "bf16": "set mixed_precision: bf16",
+    "max_steps": "set max_train_steps",
+    "save_steps": "set checkpointing_steps",
+    "save_total_limit": "set checkpoints_total_limit",
+    "num_processes": "it belongs to the launcher: accelerate launch --num_processes N, or make ... NUM_PROCESSES=N",
+}
+
+
+class UserError(ValueError):
+    """A mistake of the user's: one line that names the value, the place and the cure."""
+
+
+class MachineError(OSError):
+    """What the machine refused, such as a full disk: one line that names the path and the cause."""
+
+
+@contextmanager
+def exit_codes():
+    """Turn a `UserError` (exit 2) or `MachineError` (exit 1) into one line; everything else keeps its traceback."""
+    try:
+        yield
+    except (UserError, MachineError) as error:
+        rank = os.environ.get("RANK", "0")
+        print(
+            f"{'' if rank == '0' else f'[process {rank}] '}error: {one_line(error)}",
+            file=sys.stderr,
+            flush=True,
+        )
+        raise SystemExit(EXIT_MISTAKE if isinstance(error, UserError) else 1) from None
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def parse_settings(settings_class, description: str, args: list[str] | None = None):
+    """Return an instance of `settings_class` from its defaults, the recipe given by --config and the command line.
+
+    Raises `UserError` for an unknown name, a value of the wrong type or range, or an unreadable recipe;
+    `SystemExit(0)` for --help and --print_config.
+    """
+    import jsonargparse
+
+    args = sys.argv[1:] if args is None else args
+    parser = jsonargparse.ArgumentParser(
+        prog=Path(sys.argv[0]).name, description=description, exit_on_error=False, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--config", action=jsonargparse.ActionConfigFile, help="A recipe: YAML with these settings."
+    )
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser.add_class_arguments(settings_class)
+    try:
+        values = parser.parse_args(args)
+    except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
+        raise UserError(_explain(str(error), settings_class, args)) from None
+    recipes = [str(path) for path in values.pop("config", None) or []]
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{name}: {value} is not a finite number ({_place(name, args)})")
+    settings = settings_class(**json.loads(json.dumps(values.as_dict())))  # plain int and float, for YAML
+    settings.sources = ["defaults", *recipes, *(["command line"] if _options(args) else [])]  # for the banner
+    return settings
+
+
+def _options(args: list[str]) -> list[str]:
+    """Return the names of the options given on the command line, without --config."""
+    return [
+        arg[2:].split("=")[0].rstrip("+") for arg in args if arg.startswith("--") and arg[2:8] != "config"
+    ]
+
+
+def _explain(message: str, settings_class, args: list[str]) -> str:
+    """Return the parser's message as one line with the name, the value, the place and the cure."""
+    types = typing.get_type_hints(settings_class)
+    unknown = re.search(
+        r"unrecognized arguments: -*([^\s=]+)|(?:Option|Key|Group key) '([^']+)' is not accepted", message
+    )
+    if unknown:
+        name = unknown[1] or unknown[2]
+        if unknown[1] and f"--{name}" not in " ".join(args):
+            return f"'{name}' stands alone on the command line: options are written --name value"
+        plain = name.replace("-", "_")
+        near = difflib.get_close_matches(plain, types, n=1)
+        cure = ELSEWHERE.get(plain) or (
+            f"did you mean {near[0]}?" if near else "see --help for the options there are"
+        )
+        return f"unknown option {name} ({_place(name, args)}): {cure}"
+    key = re.search(r'Parser key "([^"]+)"', message)
+    if key and key[1] == "config":
+        return f"--config: {one_line(message.split(':', 1)[1])}"
+    if key and key[1] in types:
+        given = re.search(r"(?:Given value|Got value): (.*)|: (\S+) does not conform|'(.*)'$", message)
+        value = f"{next(text for text in given.groups() if text is not None).strip()!r} " if given else "it "
+        wanted = _spell(types[key[1]])
+        hint = "; quote it in YAML: 'no'" if "'False'" in value and "of no," in wanted else ""
+        return f"{key[1]}: {value}is not {wanted} ({_place(key[1], args)}){hint}"
+    recipes = _recipes(args)
+    return (f"recipe {', '.join(recipes)}: " if recipes and "onfig" in message else "") + one_line(message)
+
+
+def _place(name: str, args: list[str]) -> str:
+    return (
+        "command line"
+        if name in _options(args) or not _recipes(args)
+        else f"recipe {', '.join(_recipes(args))}"
+    )
+
+
+def _recipes(args: list[str]) -> list[str]:
+    after = [value for option, value in zip(args, args[1:], strict=False) if option == "--config"]
+    return after + [arg.split("=", 1)[1] for arg in args if arg.startswith("--config=")]
+
+
+def _spell(annotation) -> str:
+    """Return a type in words: 'a whole number > 0', 'one of no, fp16, bf16', ..."""
+    parts = [part for part in typing.get_args(annotation) if part is not type(None)]
+    if typing.get_origin(annotation) is typing.Literal:
+        return f"one of {', '.join(map(str, parts))}"
+    if typing.get_origin(annotation) is list:
+        return "a list such as '[a, b]'"
+    if parts:
+        return " or ".join(_spell(part) for part in parts)
+    kind = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    limits = " and ".join(
+        f"{signs[compare.__name__]} {bound}" for compare, bound in getattr(annotation, "_restrictions", ())
+    )
+    words = next((kind[base] for base in annotation.__mro__ if base in kind), annotation.__name__)
+    return f"{words} {limits}".strip()
+
+
+def save_settings(settings, path: Path) -> None:
+    """Write the settings in force as YAML that `--config` reads again."""
+    import yaml
+
+    header = "# The settings in force of this run; read again with --config.\n"
+    path.write_text(
+        header + yaml.safe_dump(dataclasses.asdict(settings), sort_keys=False, allow_unicode=True), "utf-8"
+    )
+
+
+def numbers_in_force(settings) -> dict:
+    """Return the settings that change the numbers of a run: two starts of one run must agree on them."""
+    return {name: value for name, value in dataclasses.asdict(settings).items() if name not in NEUTRAL}
+
+
+def differences(before: dict, now: dict) -> list[str]:
+    """Return one text for each name whose value differs: 'seed 0 -> 1'."""
+    names = [*before, *(name for name in now if name not in before)]
+    return [
+        f"{name} {before.get(name)} -> {now.get(name)}" for name in names if before.get(name) != now.get(name)
+    ]

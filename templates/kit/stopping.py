@@ -1,0 +1,181 @@
+"""When a run ends: signals, the time limit and non-finite numbers, as decisions that all processes share.
+
+Imports nothing heavy: `catch_signals` has to run before the slow imports of a script.
+"""
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+
+EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: nothing is lost, the same command goes on
+SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
+STARTED = time.monotonic()
+
+_received: tuple[int, float] | None = None  # the first signal and when it came
+_is_deferred = (
+    False  # True while a Stopper polls; before, there is nothing to save and a signal ends the script
+)
+
+
+def catch_signals() -> None:
+    """Make SIGTERM, SIGINT and SIGUSR1 end the script in good order, with exit code 75.
+
+    A launcher of one process does not pass signals on; on Linux its death is taken as SIGTERM.
+    """
+    for number in SIGNALS:
+        signal.signal(number, _on_signal)
+    if sys.platform == "linux" and _is_child_of_a_launcher():
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, int(signal.SIGTERM))  # 1 is PR_SET_PDEATHSIG
+
+
+def _is_child_of_a_launcher() -> bool:
+    # Only then: a run that was put into the background of a shell must outlive the shell.
+    try:
+        with open(f"/proc/{os.getppid()}/cmdline", "rb") as file:
+            words = file.read().split(b"\0")
+    except OSError:
+        return False
+    return any(
+        b"accelerate" in word or b"torchrun" in word or word.endswith(b"launch.py") for word in words[:3]
+    )
+
+
+def _on_signal(number, frame) -> None:
+    global _received
+    now = time.monotonic()
+    if _received is None:
+        _received = (number, now)
+    # The same signal often comes twice (from the terminal or scheduler, and from the launcher): only a person who
+    # presses Ctrl-C again, seconds later, wants it to end at once.
+    if not _is_deferred or (number == signal.SIGINT and now - _received[1] > 3):
+        raise SystemExit(EXIT_STOPPED)
+
+
+class Stopper:
+    """Collects each process's reasons to stop; all processes learn of them at the same step.
+
+    The flags travel in one small collective on the CPU that is started at one poll and read at the next one, so
+    no device waits for it. `reason` is None until then. While this context is open a signal does not end the script:
+    the loop does, when it has saved.
+    """
+
+    def __init__(self, accelerator, max_train_time: float | None, timeout: float):
+        import torch
+
+        self.reason: str | None = None
+        self.failure: tuple[int, int | None] | None = (
+            None  # step and process (None: all) of a non-finite number
+        )
+        self.max_train_time = max_train_time
+        self.process_index, self.is_shared = accelerator.process_index, accelerator.num_processes > 1
+        # A group of its own: the order of these small collectives never mixes with that of the gradients.
+        timeout = timedelta(seconds=timeout)
+        self.group = torch.distributed.new_group(backend="gloo", timeout=timeout) if self.is_shared else None
+        self._measured = None  # (step, [loss, gradient norm] on their way to the CPU, event)
+        self._travelling = None  # (flags, work)
+
+    def __enter__(self):
+        global _is_deferred
+        _is_deferred = True
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        global _is_deferred
+        _is_deferred = False
+
+    def poll(self, step: int | None = None, loss=None, grad_norm=None) -> str | None:
+        """Send this process's flags; return the reason to stop that all agreed on at the poll before, or None.
+
+        `loss` of this process and `grad_norm` (scalar tensors) of the step are only started on their way to the CPU:
+        they travel with the next poll.
+        """
+        self._read()
+        self._send()
+        if step is not None:
+            self._measure(step, loss, grad_norm)
+        return self.reason
+
+    def settle(self) -> str | None:
+        """Do as `poll`, but wait for everything up to now: before a checkpoint is written or a model is judged."""
+        self._read()
+        self._send()
+        self._read()
+        return self.reason
+
+    def raise_if_failed(self, sampler) -> None:
+        """Raise `FloatingPointError` on all processes if any number up to now is not finite; waits for the answer."""
+        self.settle()
+        if self.failure is None:
+            return
+        step, process = self.failure
+        what = "the gradient norm" if process is None else f"the loss of process {process}"
+        samples = sampler.samples(step) if process is None else sampler.share(step, process)
+        raise FloatingPointError(
+            f"{what} is not finite at step {step}; samples of that step: {samples}. No checkpoint was written since."
+            " Look at those samples, lower the learning rate, or give --skip_nonfinite_steps N"
+        )
+
+    def _measure(self, step: int, loss, grad_norm) -> None:
+        import torch
+
+        values = torch.stack([loss.detach().float().reshape(()), grad_norm.detach().float().reshape(())])
+        if values.device.type == "cuda":
+            host = torch.empty(2, pin_memory=True).copy_(values, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        else:
+            host, event = values.cpu(), None
+        self._measured = (step, host, event)
+
+    def _send(self) -> None:
+        import torch
+        import torch.distributed as dist
+
+        flags = torch.zeros(
+            4, dtype=torch.int64
+        )  # signal, time is up, step and origin of a non-finite number
+        flags[0] = _received[0] if _received else 0
+        flags[1] = self.max_train_time is not None and time.monotonic() - STARTED > self.max_train_time
+        if self._measured is not None:
+            step, host, event = self._measured
+            if event is not None:
+                event.synchronize()  # of the step before: it has long ended when the next one is queued
+            loss_is_finite, norm_is_finite = host.isfinite().tolist()
+            if not (loss_is_finite and norm_is_finite):
+                flags[2] = step
+                flags[3] = 1 if loss_is_finite else self.process_index + 2  # 1: the gradient, which all share
+        work = (
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group, async_op=True)
+            if self.is_shared
+            else None
+        )
+        self._travelling = (flags, work)
+
+    def _read(self) -> None:
+        if self._travelling is None:
+            return
+        flags, work = self._travelling
+        self._travelling = None
+        if work is not None:
+            work.wait()
+        number, is_late, step, origin = flags.tolist()
+        if step:
+            self.failure = (step, None if origin == 1 else origin - 2)
+            self.reason = f"non-finite number at step {step}"
+        elif self.reason is None and number:
+            self.reason = f"signal {signal.Signals(number).name}"
+        elif self.reason is None and is_late:
+            self.reason = f"max_train_time of {self.max_train_time:g} s is up"
+
+
+def ignore_signals(worker_id: int) -> None:
+    """Let a data-loading worker (as its `worker_init_fn`) live until its training process has saved.
+
+    A scheduler or a terminal signals every process of a job, workers too.
+    """
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,134 @@
+"""Where a run happens: the Accelerator, its processes, threads and precision, and one line about each."""
+
+import os
+import random
+import sys
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from kit.batches import seed_for
+from kit.settings import UserError
+
+
+def requested_precision(mixed_precision: str | None) -> str:
+    """Return the precision in force: the setting, else the launcher's profile, else 'no'."""
+    return mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+
+
+def asks_for_cpu() -> bool:
+    """Return whether the profile or the environment asks for the CPU."""
+    return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+
+
+def is_on_cpu() -> bool:
+    """Return whether this run computes on the CPU: it is asked for, or no accelerator device is visible."""
+    return asks_for_cpu() or not torch.accelerator.is_available()
+
+
+def check_precision(mixed_precision: str | None) -> None:
+    """Refuse fp16 where nothing computes it: on the CPU Accelerate would quietly train in fp32."""
+    if requested_precision(mixed_precision) == "fp16" and is_on_cpu():
+        build = "" if torch.version.cuda or torch.version.hip else " (this PyTorch is a CPU build)"
+        raise UserError(
+            f"mixed_precision fp16 needs a GPU and none is visible to PyTorch{build}: use bf16 or no, in the profile,"
+            " with --mixed_precision, or make ... PRECISION=no"
+        )
+
+
+def build_accelerator(mixed_precision: str | None, ddp_timeout: float):
+    """Return the Accelerator of this process, on the CPU (gloo) where no accelerator device is visible.
+
+    `ddp_timeout` is in seconds: how long a process waits for the others in a collective. Raises `UserError` if fp16
+    is asked for on a CPU, `RuntimeError` if fewer processes found each other than were launched.
+    """
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration, InitProcessGroupKwargs
+
+    check_precision(mixed_precision)
+    accelerator = Accelerator(
+        cpu=is_on_cpu(),
+        mixed_precision=mixed_precision,
+        # The batch samplers deal the samples; a batch that Accelerate adds or repeats would count twice.
+        dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True),
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=ddp_timeout))],
+    )
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != accelerator.num_processes:
+        raise RuntimeError(
+            f"{launched} processes were launched, but {accelerator.num_processes} work together: each would train"
+            " alone and write the same files. Launch on the CPU with ACCELERATE_USE_CPU=true, or see configs/"
+        )
+    return accelerator
+
+
+def visible_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def describe_world(accelerator) -> dict:
+    """Return processes, nodes, device, precision and threads of this run, for the banner and run.json."""
+    processes = accelerator.num_processes
+    nodes = max(1, processes // int(os.environ.get("LOCAL_WORLD_SIZE", processes)))
+    backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else None
+    device = accelerator.device.type
+    if device == "cuda":
+        device = torch.cuda.get_device_name(accelerator.device)
+    elif device == "cpu" and not asks_for_cpu():
+        device = "cpu (no accelerator is visible)"
+    threads, precision = torch.get_num_threads(), accelerator.mixed_precision
+    summary = f"{processes} process{'es' if processes > 1 else ''} on {nodes} node{'s' if nodes > 1 else ''}"
+    summary += f", {backend}" if backend else ""
+    return {
+        "num_processes": processes,
+        "num_nodes": nodes,
+        "backend": backend,
+        "device": device,
+        "mixed_precision": precision,
+        "summary": f"{summary}, {device}, precision {precision}, {threads} thread{'s' if threads > 1 else ''} each",
+    }
+
+
+@contextmanager
+def one_at_a_time(name: str):
+    """Let the processes of a node pass one after the other: the first does the work, the others find it cached.
+
+    A file lock and not a barrier, so that long preparation never runs into the process-group timeout.
+    """
+    from filelock import FileLock
+    from huggingface_hub.constants import HF_HOME
+
+    folder = Path(HF_HOME) / "locks"
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / f"{name}.lock"):
+        yield
+
+
+def on_main(accelerator, function, *arguments):
+    """Call `function` on process 0 and return its result on all; a `UserError` there is raised on all."""
+    from accelerate.utils import broadcast_object_list
+
+    answer = [None, None]
+    if accelerator.is_main_process:
+        try:
+            answer[0] = function(*arguments)
+        except UserError as error:
+            answer[1] = str(error)
+    if accelerator.num_processes > 1:
+        broadcast_object_list(answer)
+    if answer[1] is not None:
+        raise UserError(answer[1])
+    return answer[0]
+
+
+def seed_step(seed: int, step: int, process_index: int) -> None:
+    """Seed every generator that dropout or own code may draw from, from (seed, step, process): nothing to save."""
+    value = seed_for(seed, "step", step, process_index)
+    random.seed(value)
+    torch.manual_seed(value)
+    if "numpy" in sys.modules:
+        import numpy
+
+        numpy.random.seed(value % 2**32)
