@@ -170,18 +170,14 @@ def tokenize(split, tokenizer, text_columns: tuple[str, ...], max_length: int):
     """Return the split as token ids and their `length`; cached beside the split under all that decides the result."""
 
     def encode(rows: dict) -> dict:
-        encoded = tokenizer(
-            *(rows[column] for column in text_columns), truncation=True, max_length=max_length
-        )
+        encoded = tokenizer(*(rows[column] for column in text_columns), truncation=True, max_length=max_length)
         return {**encoded, "length": [len(ids) for ids in encoded["input_ids"]]}
 
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         files = [path.read_bytes() for path in sorted(Path(folder).iterdir())]
     key = hashlib.sha256(b"\0".join([*files, repr((text_columns, max_length)).encode()])).hexdigest()[:32]
-    return split.map(
-        encode, batched=True, remove_columns=list(text_columns), new_fingerprint=key, desc="tokenizing"
-    )
+    return split.map(encode, batched=True, remove_columns=list(text_columns), new_fingerprint=key, desc="tokenizing")
 
 
 class PadToLongest:
@@ -220,8 +216,8 @@ def build_model(settings: Settings, label_names: tuple[str, ...]):
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"model_name_or_path {settings.model_name_or_path}: cannot be loaded ({one_line(error)[:200]}). Give a folder"
-            " with a saved model, fill the cache (HF_HOME) on a machine with a network, or try `make demo`"
+            f"model_name_or_path {settings.model_name_or_path}: cannot be loaded ({one_line(error)[:200]}). Three ways on:"
+            " a folder with a saved model, a cache (HF_HOME) filled on a machine with a network, or `make demo`"
         ) from error
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -317,9 +313,7 @@ def main(settings: Settings) -> None:
     num_processes, process_index = accelerator.num_processes, accelerator.process_index
 
     # Data
-    with one_at_a_time(
-        "text_classification"
-    ):  # the first process of a node does the work, the others find it cached
+    with one_at_a_time("text_classification"):  # the first process of a node does the work, the others find it cached
         splits = load_data(settings)
     if on_main(accelerator, check_run_directory, settings, splits.source["sha256"]) == "done":
         accelerator.print(
@@ -332,9 +326,7 @@ def main(settings: Settings) -> None:
             split and tokenize(split, tokenizer, splits.text_columns, settings.max_length)
             for split in (splits.train, splits.validation, splits.test)
         )
-    total_steps = settings.max_train_steps or settings.num_train_epochs * -(
-        -len(train) // settings.global_batch_size
-    )
+    total_steps = settings.max_train_steps or settings.num_train_epochs * -(-len(train) // settings.global_batch_size)
     sampler = StepSampler(
         num_samples=len(train),
         global_batch_size=settings.global_batch_size,
@@ -364,14 +356,12 @@ def main(settings: Settings) -> None:
     }
 
     facts = {"world": describe_world(accelerator), "data": splits.source, "batch": sampler.describe()}
-    run = RunDirectory(accelerator, settings, facts)
-    with run, Stopper(accelerator, settings.max_train_time, settings.ddp_timeout) as stop:
+    stop = Stopper(accelerator, settings.max_train_time, settings.ddp_timeout)
+    with stop, RunDirectory(accelerator, settings, facts) as run:
         # Resume
         warmup_steps = round(settings.warmup_ratio * total_steps)
-        run.introduce(
-            f"{settings.lr_scheduler_type}, up to {settings.learning_rate:g} at step {warmup_steps}, end at step {total_steps}",
-            splits.notes,
-        )
+        peak = f"up to {settings.learning_rate:g} at step {warmup_steps}"
+        run.introduce(f"{settings.lr_scheduler_type}, {peak}, end at step {total_steps}", splits.notes)
         progress = Progress()
         if checkpoint := run.choose_checkpoint():
             checkpoints.restore(checkpoint, **state)
@@ -393,9 +383,7 @@ def main(settings: Settings) -> None:
                     run.log(step, **scores)
                     metric = scores[f"eval_{settings.metric_for_best_model}"]
                     note_evaluation(progress, metric, greater_is_better)
-            is_impatient = (
-                0 < (settings.early_stopping_patience or 0) <= progress.evaluations_without_improvement
-            )
+            is_impatient = 0 < (settings.early_stopping_patience or 0) <= progress.evaluations_without_improvement
             is_over = step == total_steps or is_impatient
             is_save_due = is_due(step, settings.checkpointing_steps, sampler) or progress.best_step == step
             if progress.saved_step < step and (is_save_due or is_over or stop.reason):
@@ -416,9 +404,7 @@ def main(settings: Settings) -> None:
             for micro_batch in range(window.num_micro_batches):
                 batch = next(batches)
                 is_last = micro_batch == window.num_micro_batches - 1
-                with (
-                    nullcontext() if is_last else accelerator.no_sync(model)
-                ):  # one exchange of gradients per step
+                with nullcontext() if is_last else accelerator.no_sync(model):  # one exchange of gradients per step
                     logits = model(**batch["inputs"]).logits
                     loss = weighted_loss(logits, batch["label"], batch["weight"])
                     # DDP averages over the processes and backward() divides by the accumulation: undo both, so that
@@ -426,18 +412,14 @@ def main(settings: Settings) -> None:
                     undo = num_processes * accelerator.gradient_accumulation_steps
                     accelerator.backward(loss * undo / window.num_samples)
                 loss_sum += loss.detach()
-            grad_norm = accelerator.clip_grad_norm_(
-                model.parameters(), settings.max_grad_norm or float("inf")
-            )
+            grad_norm = accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm or float("inf"))
             if progress.skipped_steps < settings.skip_nonfinite_steps and not grad_norm.isfinite():
                 progress.skipped_steps += 1
                 run.say(f"step {step} is skipped ({progress.skipped_steps}): its gradient is not finite")
                 stop.poll()
             else:
                 optimizer.step()
-                if (
-                    not accelerator.optimizer_step_was_skipped
-                ):  # fp16 skips a step whose scaled gradient overflows
+                if not accelerator.optimizer_step_was_skipped:  # fp16 skips a step whose scaled gradient overflows
                     schedule.step()
                 stop.poll(step, loss_sum, grad_norm if accelerator.scaler is None else loss_sum)
             optimizer.zero_grad()
@@ -456,20 +438,16 @@ def main(settings: Settings) -> None:
 
         # Final evaluation and export
         writer.finish()
+        accelerator.wait_for_everyone()  # a process that ends early would make the launcher end the others
         if not is_over:
             run.stop(stop.reason)
-        accelerator.wait_for_everyone()
         plain_model = state["modules"]["model"]
         if accelerator.is_main_process:
             export(plain_model, tokenizer, run.path / "final")
         if progress.best_step is None:
-            run.say(
-                f"no evaluation gave a {settings.metric_for_best_model}: the last model is taken as the best"
-            )
+            run.say(f"no evaluation gave a {settings.metric_for_best_model}: the last model is taken as the best")
         else:
-            checkpoints.load_module(
-                writer.folder / checkpoints.folder_name(progress.best_step), "model", plain_model
-            )
+            checkpoints.load_module(writer.folder / checkpoints.folder_name(progress.best_step), "model", plain_model)
         if accelerator.is_main_process:
             export(plain_model, tokenizer, run.path / "best")
         results = {
@@ -491,9 +469,7 @@ def main(settings: Settings) -> None:
                 results |= scores
         run.record(results=results)
         run.write_card(f"{settings.model_name_or_path}, fine-tuned to classify text", results, HOW_TO_LOAD)
-        run.say(
-            f"done       {run.path}: the model with the best {settings.metric_for_best_model} is in best/"
-        )
+        run.say(f"done       {run.path}: the model with the best {settings.metric_for_best_model} is in best/")
     accelerator.end_training()
 
 

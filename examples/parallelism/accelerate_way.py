@@ -1,7 +1,7 @@
 """The same training through Accelerate: devices, processes, sharding of batches and DDP are one prepare()
 each.
 
-    torchrun --nproc_per_node 2 examples/parallelism/accelerate_way.py --global_batch_size 16 --micro_batch_size 3
+    torchrun --nproc_per_node 2 examples/parallelism/accelerate_way.py [--micro_batch_size 3]
 
 Expected: the losses of problem.py and the collectives of ddp_accumulation.py. What is left to write: which
 samples form a step, what the loss is divided by, and when to communicate. `templates/` has it in full.
@@ -45,7 +45,7 @@ class Samples(Dataset):
 
 
 class DealtBatches:
-    """All processes' micro-batches, in the order in which Accelerate deals them out: batch i to process i modulo N."""
+    """All processes' micro-batches in the order in which Accelerate deals: batch i to process i mod N."""
 
     batch_size = None
 
@@ -58,8 +58,9 @@ class DealtBatches:
             sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
-        for shares in zip(*self.samplers):
-            for batches in zip(*(share.micro_batches(self.micro_batch_size) for share in shares)):
+        for shares in zip(*self.samplers, strict=True):
+            pieces = (share.micro_batches(self.micro_batch_size) for share in shares)
+            for batches in zip(*pieces, strict=True):
                 yield from batches
 
     def __len__(self) -> int:
@@ -85,6 +86,9 @@ def train(settings: Settings, world: World, record: Record) -> Record:
 
     # loop
     for epoch in range(settings.num_train_epochs):
+        loader.set_epoch(
+            epoch
+        )  # else Accelerate resets the sampler of a single process to the epochs it has counted
         batches.set_epoch(epoch)
         sampler.set_epoch(epoch)
         stream = iter(loader)

@@ -34,19 +34,19 @@ class Settings(problem.Settings):
 def replicate(model: nn.Module, replicas: list[nn.Module]) -> None:
     with torch.no_grad():
         for replica in replicas:
-            for source, target in zip(model.parameters(), replica.parameters()):
+            for source, target in zip(model.parameters(), replica.parameters(), strict=True):
                 target.copy_(source)
                 target.grad = None
 
 
 def scatter(tensor: Tensor, devices: list[torch.device]) -> list[Tensor]:
-    """7 samples on 3 devices: chunks of 3, 3 and 1. Fewer chunks than devices are possible: the last ones rest."""
-    return [chunk.to(device) for chunk, device in zip(tensor.chunk(len(devices)), devices)]
+    """7 samples on 3 devices: chunks of 3, 3 and 1. 4 samples: 2 and 2, and the third device rests."""
+    return [chunk.to(device) for chunk, device in zip(tensor.chunk(len(devices)), devices, strict=False)]
 
 
 def parallel_apply(replicas: list[nn.Module], chunks: list[Tensor], use_threads: bool = True) -> list[Tensor]:
     if not use_threads:
-        return [replica(chunk) for replica, chunk in zip(replicas, chunks)]
+        return [replica(chunk) for replica, chunk in zip(replicas, chunks, strict=False)]
     with ThreadPoolExecutor(len(chunks)) as pool:
         return list(pool.map(lambda replica, chunk: replica(chunk), replicas, chunks))
 
@@ -56,7 +56,8 @@ def gather(chunks: list[Tensor], device: torch.device) -> Tensor:
 
 
 def reduce(model: nn.Module, replicas: list[nn.Module]) -> None:
-    for target, *sources in zip(model.parameters(), *(replica.parameters() for replica in replicas)):
+    parameters = (module.parameters() for module in (model, *replicas))
+    for target, *sources in zip(*parameters, strict=True):
         for source in sources:
             if source.grad is not None:
                 target.grad += source.grad.to(target.device)

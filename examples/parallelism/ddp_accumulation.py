@@ -1,7 +1,7 @@
 """DistributedDataParallel with accumulation: one round of communication for each step, not for each
 micro-batch.
 
-    torchrun --nproc_per_node 2 examples/parallelism/ddp_accumulation.py --global_batch_size 16 --micro_batch_size 3
+    torchrun --nproc_per_node 2 examples/parallelism/ddp_accumulation.py [--micro_batch_size 3]
 
 Expected: the losses of problem.py, and as many collectives in a step as ddp.py has, whatever the micro-batch.
 """

@@ -19,7 +19,7 @@ Settings = problem.Settings
 
 # --- method -------------------------------------------------------------------------------------------------
 def check_equal_start(model: nn.Module, world: World) -> None:
-    """Everything rests on it: equal weights and equal gradients stay equal. DDP does not check, it overwrites."""
+    """Equal weights that get equal gradients stay equal. (DDP does not check, it overwrites.)"""
     for name, parameter in model.named_parameters():
         first = parameter.detach().clone()
         dist.broadcast(first, src=0)

@@ -9,6 +9,7 @@ fills the gaps.
 
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 
 import problem  # isort: skip (before torch: it sets how threads wait)
 import torch
@@ -35,17 +36,17 @@ class Stages(nn.Module):
 
     def __init__(self, stages: list[nn.Module], devices: list[torch.device]) -> None:
         super().__init__()
-        self.stages = nn.ModuleList(stage.to(device) for stage, device in zip(stages, devices))
+        self.stages = nn.ModuleList(stage.to(device) for stage, device in zip(stages, devices, strict=True))
         self.devices = devices
         self.handovers: list[tuple[float, int | None]] = []  # (time, stage that works from now on)
 
     def hand_over(self, stage: int | None) -> None:
         if self.devices[0].type == "cuda":
-            torch.cuda.synchronize()  # else the clock would time the launching of kernels. Nothing is lost: all wait.
+            torch.cuda.synchronize()  # else the clock would time the launching of kernels
         self.handovers.append((time.perf_counter(), stage))
 
     def forward(self, x: Tensor) -> Tensor:
-        for index, (stage, device) in enumerate(zip(self.stages, self.devices)):
+        for index, (stage, device) in enumerate(zip(self.stages, self.devices, strict=True)):
             x = x.to(device)  # autograd carries the gradient back the same way
             self.hand_over(index)
             x = stage(x)
@@ -56,7 +57,7 @@ class Stages(nn.Module):
     def idle_shares(self) -> list[float]:
         """For each stage the part of the recorded time in which it did not work."""
         busy = [0.0] * len(self.devices)
-        for (start, stage), (end, _) in zip(self.handovers, self.handovers[1:]):
+        for (start, stage), (end, _) in pairwise(self.handovers):
             if stage is not None:
                 busy[stage] += end - start
         return [1 - time_busy / sum(busy) for time_busy in busy]
@@ -98,7 +99,7 @@ def train(settings: Settings, world: World, record: Record) -> Record:
     # result
     idle = ", ".join(f"{share:.0%}" for share in stages.idle_shares())
     record.notes.append(
-        f"Of forward and backward the stages stood idle for {idle} (of {len(devices)} equal ones: {(len(devices) - 1) / len(devices):.0%})."
+        f"Of forward and backward the stages idled for {idle}; equal ones for {1 - 1 / len(devices):.0%}."
     )
     record.weights = model.state_dict()
     return record

@@ -1,7 +1,7 @@
 """Pipeline parallel: a stage of the layers in each process, micro-batches one after the other through all of
 them.
 
-    torchrun --nproc_per_node 2 examples/parallelism/pipeline_parallel.py --num_micro_batches 4 [--schedule 1f1b]
+    torchrun --nproc_per_node 2 examples/parallelism/pipeline_parallel.py [--schedule 1f1b]
 
 Expected: the losses of problem.py with any number of stages and micro-batches; of p stages and m
 micro-batches a stage stands idle for (p-1)/(m+p-1) of the step. 1F1B idles as long, but keeps p micro-batches
@@ -38,15 +38,15 @@ class Settings(problem.Settings):
 def gpipe(
     stage: nn.Module, inputs: list[Tensor], targets: list[Tensor], loss: Callable, size: tuple, world: World
 ) -> Tensor:
-    """One step: all forward passes (fill), then all backward passes (drain). Returns the last stage's loss, else 0.
+    """One step: all forward passes (fill), all backward passes (drain). Returns the loss (last stage).
 
-    inputs, targets: of each micro-batch (the first stage reads the one, the last the other); size: of one sample's
-    activations between stages. Micro-batches may differ in length, since every process knows them all.
+    inputs, targets: of each micro-batch (the first stage reads these, the last those). size: of one sample's
+    activations between stages. Micro-batches may differ in length: every process knows them all.
     """
     before, after = world.rank - 1, world.rank + 1
     first, last = before < 0, after == world.size
     done, sends, total = [], [], torch.zeros((), device=world.device)
-    for x, target in zip(inputs, targets):
+    for x, target in zip(inputs, targets, strict=True):
         if not first:
             x = torch.empty(len(x), *size, device=world.device)
             dist.recv(x, before)
@@ -77,7 +77,7 @@ def torch_schedule(kind: str, stage: nn.Module, num_micro_batches: int, loss: Ca
 
     if kind == "1f1b" and num_micro_batches < world.size:
         raise UserError(
-            f"--schedule 1f1b needs a micro-batch for each stage: {num_micro_batches} micro-batches, {world.size} stages"
+            f"--num_micro_batches {num_micro_batches}: 1f1b needs one for each of the {world.size} stages"
         )
     stage = PipelineStage(stage, world.rank, world.size, world.device)
     schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[kind]

@@ -9,6 +9,7 @@ falls from 1.4 (chance among 4 groups) to about 0.3 in two epochs of 8 steps, in
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 # Threads that wait asleep and not spinning: on two busy cores a step takes 20 ms and not 1,600. Before torch
 # is imported.
@@ -69,7 +70,7 @@ class Settings:
                 raise UserError(f"--{name} {value}: must be greater than 0")
         if self.hidden_size % self.num_attention_heads:
             raise UserError(
-                f"--hidden_size {self.hidden_size} is not divisible by --num_attention_heads {self.num_attention_heads}"
+                f"--hidden_size {self.hidden_size} cannot be cut into {self.num_attention_heads} equal heads"
             )
 
 
@@ -80,7 +81,7 @@ class Data:
     labels: Tensor  # (num_samples,), int64
 
     def batch(self, indices: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Tokens (len(indices), SEQUENCE_LENGTH) and labels (len(indices),); a FILLER has the label IGNORED."""
+        """Tokens (batch, SEQUENCE_LENGTH) and labels (batch,); a FILLER has the label IGNORED."""
         index = torch.tensor(indices)
         labels = self.labels[index.clamp(min=0)].masked_fill(index == FILLER, IGNORED)
         return self.tokens[index.clamp(min=0)].to(device), labels.to(device)
@@ -110,8 +111,8 @@ class Share:
 class StepSampler:
     """Cuts each epoch into steps and deals each step's samples to the processes.
 
-    The order is a function of (seed, epoch) alone: equal on every process, another one in each epoch, whatever the
-    number of processes. Every process gets as many samples, hence as many micro-batches, so nobody waits for ever.
+    The order is a function of (seed, epoch) alone: equal on every process, another one in each epoch. Every
+    process gets as many samples, hence as many micro-batches: nobody waits for a peer that has finished.
     """
 
     def __init__(self, settings: Settings, rank: int = 0, num_processes: int = 1) -> None:
@@ -214,7 +215,7 @@ def make_optimizer(parameters, settings: Settings) -> torch.optim.Optimizer:
 
 # --- loss ---------------------------------------------------------------------------------------------------
 def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Summed over the samples, never averaged: the step's sum is divided once by the step's number of samples."""
+    """Summed over the samples, never averaged: it is divided once, by the number of samples of the step."""
     return nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED)
 
 
@@ -225,7 +226,7 @@ def cut(num_layers: int, num_stages: int) -> list[slice]:
             f"{num_stages} stages, but the model has only {num_layers} layers (--num_hidden_layers + 2)"
         )
     edges = [stage * num_layers // num_stages for stage in range(num_stages + 1)]
-    return [slice(start, stop) for start, stop in zip(edges, edges[1:])]
+    return [slice(start, stop) for start, stop in pairwise(edges)]
 
 
 # --- train --------------------------------------------------------------------------------------------------

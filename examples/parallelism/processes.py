@@ -56,9 +56,9 @@ def join_world() -> Iterator[World]:
 
 
 def launch(function: Callable[..., None], num_processes: int, *arguments) -> None:
-    """Runs function(world, *arguments) in new processes of this machine; one that fails ends them all, with its error.
+    """Runs function(world, *arguments) in new processes of this machine; one that fails ends them all.
 
-    What torchrun does for a script, for compare_methods.py and the tests. Forked where that exists: without new imports.
+    torchrun for a function, for compare_methods.py and the tests. Forked where possible: no imports to pay.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -111,19 +111,20 @@ def run(
         settings = read_settings(settings_class, description)
         if size < at_least:
             raise UserError(
-                f"needs at least {at_least} processes, found {size}: torchrun --nproc_per_node {at_least} {sys.argv[0]}"
+                f"needs {at_least} processes, not {size}: torchrun --nproc_per_node {at_least} {sys.argv[0]}"
             )
         if most_processes is not None and size > most_processes:
             raise UserError(f"runs in one process, found {size}: start it as python {sys.argv[0]}")
         with join_world() as world:
             if world.rank == 0:
                 print(
-                    f"{script}: {size} process{'es' if size > 1 else ''}, {world.device.type} ({dist.get_backend()}), "
+                    f"{script}: {size} process(es), {world.device.type} ({dist.get_backend()}), "
                     f"{torch.get_num_threads()} thread(s) each"
                 )
                 if size == 1 and most_processes is None:
                     print(
-                        f"One process has nobody to talk to: this is the plain loop. For two: torchrun --nproc_per_node 2 {sys.argv[0]}"
+                        "One process has nobody to talk to: this is the plain loop. "
+                        f"For two: torchrun --nproc_per_node 2 {sys.argv[0]}"
                     )
             with Record() as record:
                 train(settings, world, record)

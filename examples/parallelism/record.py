@@ -81,10 +81,10 @@ class Step:
 
 
 class Record(TorchDispatchMode):
-    """Filled by a method's train(): begin() before the loop, end_step() after each optimizer step, then weights.
+    """Filled by a method's train(): begin() before the loop, end_step() after each step, then weights.
 
-    As a context manager it counts collectives. keep_tensors: gradients and parameters of each step, whole and by the
-    plain model's names. measure_memory: also the peak of what autograd keeps for the backward pass.
+    As a context manager it counts collectives. keep_tensors: gradients and parameters of each step, whole and
+    by the plain model's names. measure_memory: also the peak of what autograd keeps for the backward pass.
     """
 
     def __init__(self, keep_tensors: bool = False, measure_memory: bool = False) -> None:
@@ -109,7 +109,7 @@ class Record(TorchDispatchMode):
         whole: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
         gradients: Callable[[], dict[str, Tensor]] | None = None,
     ) -> None:
-        """model: with the plain names. whole: makes a sharded tensor whole. gradients: where .grad is not the place."""
+        """model: with the plain names. whole: makes a shard whole. gradients: if .grad has them not."""
         self._model, self._optimizer, self._whole = model, optimizer, whole
         self._gradients = gradients or (
             lambda: {name: whole(name, p.grad) for name, p in model.named_parameters() if p.grad is not None}
@@ -118,7 +118,7 @@ class Record(TorchDispatchMode):
         self._start = time.perf_counter()
 
     def end_step(self, indices: list[int], loss: Tensor) -> None:
-        """loss: this process's part of the step's loss; the parts add up to the loss. No .item() here: it would wait."""
+        """loss: this process's part of the step's loss; the parts add up. No .item() here: it would wait."""
         self.losses.append(loss.detach())
         seconds, collectives, self._collectives = time.perf_counter() - self._start, self._collectives, []
         self.steps.append(Step(indices, seconds, collectives, self._memory() if self.measure_memory else {}))
@@ -143,7 +143,7 @@ class Record(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types):
-            return NotImplemented  # DTensor first turns it into operators on local tensors, which come here again
+            return NotImplemented  # DTensor turns it into operators on local tensors, which come here again
         result = function(*args, **(kwargs or {}))
         if function.namespace in ("c10d", "_c10d_functional"):
             name = function._schema.name
@@ -186,10 +186,10 @@ class Record(TorchDispatchMode):
         dist.all_reduce(losses)
         dist.all_gather_object(shares, [step.indices for step in self.steps])
         self.losses = losses.tolist()
-        self.samples = [list(step) for step in zip(*shares)]
+        self.samples = [list(step) for step in zip(*shares, strict=True)]
 
     def report(self) -> None:
-        for number, (loss, step) in enumerate(zip(self.losses, self.steps), 1):
+        for number, (loss, step) in enumerate(zip(self.losses, self.steps, strict=True), 1):
             sent = sum(size for _, size in step.collectives)
             print(
                 f"step {number}  loss {loss:.4f}  {step.seconds * 1e3:.0f} ms  "
@@ -198,8 +198,8 @@ class Record(TorchDispatchMode):
         fillers = [sum(index < 0 for share in step for index in share) for step in self.samples]
         if any(fillers):
             print(
-                f"Tail: {sum(map(bool, fillers))} step(s) could not be dealt evenly; {sum(fillers)} place(s) were filled "
-                "with samples of weight 0, so that every process has as many and the gradient is that of the real ones."
+                f"Tail: {sum(map(bool, fillers))} step(s) could not be dealt evenly; {sum(fillers)} place(s) "
+                "were filled with samples of weight 0: the gradient is that of the real ones."
             )
         for note in self.notes:
             print(note)

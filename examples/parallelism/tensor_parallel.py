@@ -8,6 +8,7 @@ in forward and two in backward, on the way of the computation: nothing hides the
 links, inside one node.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,14 +68,13 @@ class SumOfParts(torch.autograd.Function):
 
 class RowLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        return (
-            SumOfParts.apply(nn.functional.linear(x, self.weight)) + self.bias
-        )  # the bias once, not once a process
+        total = SumOfParts.apply(nn.functional.linear(x, self.weight))
+        return total + self.bias  # once, and not once a process
 
 
-def cut_by_hand(model: nn.Sequential, world: World) -> dict[str, int]:
-    """Leaves this process its part of each block. Returns the dimension in which each cut parameter is cut."""
-    dimensions = {}
+def cut_by_hand(model: nn.Sequential, world: World) -> Callable[[str, Tensor], Tensor]:
+    """Leaves this process its part of each block. Returns what makes a parameter or gradient whole again."""
+    dimensions = {}  # in which each parameter is cut; the others are whole and equal everywhere
     for name, module in model.named_modules():
         if name.endswith(("attention", "mlp")):
             module.register_forward_pre_hook(lambda module, inputs: CopyToParts.apply(inputs[0]))
@@ -87,19 +87,26 @@ def cut_by_hand(model: nn.Sequential, world: World) -> dict[str, int]:
                 dimensions[f"{name}.{key}"] = dimension = 0 if name.endswith(COLUMN) else 1
                 part = parameter.detach().chunk(world.size, dimension)[world.rank]
                 setattr(module, key, nn.Parameter(part.clone()))
-    return dimensions
+
+    def whole(name: str, tensor: Tensor) -> Tensor:
+        if name not in dimensions:
+            return tensor
+        parts = [torch.empty_like(tensor) for _ in range(world.size)]
+        dist.all_gather(parts, tensor.contiguous())
+        return torch.cat(parts, dimensions[name])
+
+    return whole
 
 
-def cut_with_dtensor(model: nn.Sequential, world: World) -> None:
+def cut_with_dtensor(model: nn.Sequential, world: World) -> Callable[[str, Tensor], Tensor]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     mesh = init_device_mesh(world.device.type, (world.size,))
     plan = {name: ColwiseParallel() for name in COLUMN} | {name: RowwiseParallel() for name in ROW}
     for block in model[1:-1]:
-        parallelize_module(
-            block, mesh, plan, src_data_rank=None
-        )  # None: all have the same weights, nothing to send
+        parallelize_module(block, mesh, plan, src_data_rank=None)  # None: all have the weights, send nothing
+    return lambda name, tensor: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 # --- train --------------------------------------------------------------------------------------------------
@@ -110,22 +117,10 @@ def train(settings: Settings, world: World, record: Record) -> Record:
     # model and optimizer
     if settings.num_attention_heads % world.size:
         raise UserError(
-            f"--num_attention_heads {settings.num_attention_heads} cannot be dealt to {world.size} processes"
+            f"--num_attention_heads {settings.num_attention_heads}: not a multiple of {world.size}"
         )
     model = problem.make_model(settings).to(world.device)
-    dimensions = (
-        cut_by_hand(model, world) if settings.implementation == "by_hand" else cut_with_dtensor(model, world)
-    )
-
-    def whole(name: str, tensor: Tensor) -> Tensor:
-        if settings.implementation == "dtensor":
-            return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        if name not in dimensions:
-            return tensor
-        parts = [torch.empty_like(tensor) for _ in range(world.size)]
-        dist.all_gather(parts, tensor.contiguous())
-        return torch.cat(parts, dimensions[name])
-
+    whole = {"by_hand": cut_by_hand, "dtensor": cut_with_dtensor}[settings.implementation](model, world)
     optimizer = problem.make_optimizer(model.parameters(), settings)
     record.begin(model, optimizer, whole)
 

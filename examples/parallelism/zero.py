@@ -24,7 +24,8 @@ from record import Record
 class Settings(problem.Settings):
     """
     Args:
-        stage: 1 optimizer state; 2 and gradients (parameters stay gathered from forward to backward); 3 and parameters
+        stage: what is sharded: 1 optimizer state; 2 gradients too, parameters whole from forward to backward;
+            3 parameters too, whole for the one layer at work
     """
 
     stage: Literal[1, 2, 3] = 1
@@ -32,14 +33,16 @@ class Settings(problem.Settings):
 
 # --- method -------------------------------------------------------------------------------------------------
 class FlatShards:
-    """Stage 1: parameters and gradients become views of two flat tensors, of which each process updates one part."""
+    """Stage 1: parameters and gradients become views of two flat tensors; each process updates one part."""
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self.world, self.named = world, dict(model.named_parameters())
         length = sum(p.numel() for p in self.named.values())
         length += -length % world.size  # equal parts
         self.flat, self.flat_grad = (torch.zeros(length, device=world.device) for _ in range(2))
-        for p, view, grad in zip(self.named.values(), self.views(self.flat), self.views(self.flat_grad)):
+        for p, view, grad in zip(
+            self.named.values(), self.views(self.flat), self.views(self.flat_grad), strict=True
+        ):
             view.copy_(p.detach())
             p.data, p.grad = view, grad
         self.shard = nn.Parameter(self.flat.chunk(world.size)[world.rank])
@@ -47,7 +50,10 @@ class FlatShards:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         sizes = [p.numel() for p in self.named.values()]
-        return [part.view_as(p) for part, p in zip(flat[: sum(sizes)].split(sizes), self.named.values())]
+        return [
+            part.view_as(p)
+            for part, p in zip(flat[: sum(sizes)].split(sizes), self.named.values(), strict=True)
+        ]
 
     def reduce_scatter(self) -> None:
         """My part of the averaged gradient: the first half of an all-reduce."""
@@ -61,7 +67,7 @@ class FlatShards:
     def whole_gradients(self) -> dict[str, Tensor]:
         whole = torch.empty_like(self.flat)
         dist.all_gather(list(whole.chunk(self.world.size)), self.shard.grad)
-        return dict(zip(self.named, self.views(whole)))
+        return dict(zip(self.named, self.views(whole), strict=True))
 
 
 def shard_fully(model: nn.Sequential, stage: int, world: World) -> None:

@@ -20,7 +20,7 @@ POOL_STEPS = 64  # like lengths are put together inside shuffled pools of this m
 
 
 class Sample(NamedTuple):
-    """What the sampler asks the dataset for: augmentation may depend on (epoch, index), never on the place in a batch."""
+    """What the sampler asks the dataset for; augmentation may depend on (epoch, index), not on the place in a batch."""
 
     index: int
     epoch: int
@@ -48,7 +48,7 @@ class WeightedSamples(Dataset):
 
 
 def build_loader(dataset, sampler: Sampler, collate, num_workers: int) -> DataLoader:
-    """Return the loader of a `StepSampler` or `EvaluationSampler`; collate sees `sample_id` and `weight` in each item."""
+    """Return the loader of one of the samplers below; `collate` finds `sample_id` and `weight` in each item."""
     return DataLoader(
         WeightedSamples(dataset),
         batch_sampler=sampler,
@@ -131,9 +131,7 @@ class StepSampler(Sampler):
 
     def __len__(self) -> int:
         """Return the number of micro-batches from `start_step` on, over all processes."""
-        return self.num_processes * (
-            self._micro_batches(self.total_steps) - self._micro_batches(self.start_step)
-        )
+        return self.num_processes * (self._micro_batches(self.total_steps) - self._micro_batches(self.start_step))
 
     def _micro_batches(self, step: int) -> int:
         """Return the micro-batches of one process in steps 1 to `step`."""
@@ -146,13 +144,9 @@ class StepSampler(Sampler):
             epoch = self.epoch_of(step)
             shares = [self.share(step, process) for process in range(self.num_processes)]
             filler = [Sample(shares[0][0], epoch, 0.0)]
-            for start in range(
-                0, self.window(step).num_micro_batches * self.micro_batch_size, self.micro_batch_size
-            ):
+            for start in range(0, self.window(step).num_micro_batches * self.micro_batch_size, self.micro_batch_size):
                 for share in shares:
-                    yield [
-                        Sample(i, epoch, 1.0) for i in share[start : start + self.micro_batch_size]
-                    ] or filler
+                    yield [Sample(i, epoch, 1.0) for i in share[start : start + self.micro_batch_size]] or filler
 
     def _epoch_order(self, epoch: int) -> torch.Tensor:
         """Return the order of an epoch, an int64 tensor [num_samples]; the last one is kept."""

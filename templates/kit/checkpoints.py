@@ -78,15 +78,11 @@ def _split_tensors(value, path: str = "") -> tuple[dict[str, torch.Tensor], obje
         return {path: _copy(value)}, {"tensor": path}
     if isinstance(value, dict):
         parts = {key: _split_tensors(part, f"{path}/{key}") for key, part in value.items()}
-        rest = {
-            "items": [[key, part[1]] for key, part in parts.items()]
-        }  # JSON would turn number keys into text
+        rest = {"items": [[key, part[1]] for key, part in parts.items()]}  # JSON would turn number keys into text
         return {name: tensor for part in parts.values() for name, tensor in part[0].items()}, rest
     if isinstance(value, list | tuple):
         parts = [_split_tensors(part, f"{path}/{place}") for place, part in enumerate(value)]
-        return {name: tensor for part in parts for name, tensor in part[0].items()}, [
-            part[1] for part in parts
-        ]
+        return {name: tensor for part in parts for name, tensor in part[0].items()}, [part[1] for part in parts]
     return {}, value
 
 
@@ -145,24 +141,18 @@ def write(folder: Path, snap: Snapshot) -> Path:
             save_file(tensors, temporary / f"{stem}.safetensors")
         for stem, document in snap.documents.items():
             (temporary / f"{stem}.json").write_text(json.dumps(document), "utf-8")
-        files = {
-            path.name: {"size": path.stat().st_size, "sha256": _sha256(path)} for path in temporary.iterdir()
-        }
+        files = {path.name: {"size": path.stat().st_size, "sha256": _sha256(path)} for path in temporary.iterdir()}
         for name in files:
             _sync(temporary / name)
         (temporary / MANIFEST).write_text(json.dumps({"step": snap.step, "files": files}, indent=1), "utf-8")
         _sync(temporary / MANIFEST)
-        shutil.rmtree(
-            final, ignore_errors=True
-        )  # a torn one of this step: a complete one is never written again
+        shutil.rmtree(final, ignore_errors=True)  # a torn one of this step: a complete one is never written again
         os.replace(temporary, final)
         _sync(folder)
     except Exception as error:
         shutil.rmtree(temporary, ignore_errors=True)
         cause = getattr(error, "strerror", None) or str(error)
-        raise MachineError(
-            f"could not write {final}: {cause}; the checkpoints before it are untouched"
-        ) from error
+        raise MachineError(f"could not write {final}: {cause}; the checkpoints before it are untouched") from error
     return final
 
 
@@ -201,9 +191,7 @@ def prune(folder: Path, total_limit: int | None, keep: set) -> None:
 def step_of(path: Path) -> int | None:
     """Return the step of a checkpoint folder by its name; None for anything else that lies there."""
     digits = path.name.removeprefix("step_")
-    is_checkpoint = (
-        path.is_dir() and path.name.startswith("step_") and digits.isdecimal() and len(digits) >= 8
-    )
+    is_checkpoint = path.is_dir() and path.name.startswith("step_") and digits.isdecimal() and len(digits) >= 8
     return int(digits) if is_checkpoint else None
 
 
@@ -245,9 +233,7 @@ def choose(folder: Path, resume_from_checkpoint: str) -> tuple[Path | None, list
             place = place / below
             break
     if not is_auto and not place.is_dir():
-        raise UserError(
-            f"resume_from_checkpoint: there is no folder {place}; give a checkpoint, a run, auto or none"
-        )
+        raise UserError(f"resume_from_checkpoint: there is no folder {place}; give a checkpoint, a run, auto or none")
     if not is_auto and (step_of(place) is not None or (place / MANIFEST).exists()):
         candidates = [place]
     else:

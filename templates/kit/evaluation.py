@@ -23,9 +23,7 @@ def note_evaluation(progress: Progress, metric: float, greater_is_better: bool) 
     """Record the evaluation of the current step; return whether it is the best so far. NaN never is."""
     progress.evaluated_step = progress.step
     best = progress.best_metric
-    is_best = not math.isnan(metric) and (
-        best is None or (metric > best if greater_is_better else metric < best)
-    )
+    is_best = not math.isnan(metric) and (best is None or (metric > best if greater_is_better else metric < best))
     if is_best:
         progress.best_step, progress.best_metric = progress.step, metric
     progress.evaluations_without_improvement = 0 if is_best else progress.evaluations_without_improvement + 1
@@ -38,9 +36,7 @@ def is_due(step: int, every: int | str, sampler) -> bool:
     return step > 0 and (step % interval == 0 or step == sampler.total_steps)
 
 
-def gather_in_order(
-    accelerator, parts: list[dict[str, torch.Tensor]], num_samples: int
-) -> dict[str, torch.Tensor]:
+def gather_in_order(accelerator, parts: list[dict[str, torch.Tensor]], num_samples: int) -> dict[str, torch.Tensor]:
     """Return the values of all processes in the order of the data set, on the CPU, on every process.
 
     `parts` holds this process's batches: `sample_id` [n] int64, `weight` [n] (0 marks a filler) and any other

@@ -19,9 +19,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kit.image_sources import ImageSplits, available_cores
+from kit.image_sources import ImageSplits
 from kit.images import EncodedImage, ImageItem
 from kit.settings import UserError
+from kit.world import visible_cores
 
 FORMAT = 1  # raise it when the layout or the pixels change
 PIXELS, INDEX = "pixels.bin", "index.json"
@@ -46,7 +47,7 @@ class ImageCache:
         self.folder = folder
         index = json.loads(Path(folder, INDEX).read_text("utf-8"))
         self.places: dict[str, list[int]] = index["images"]
-        if os.path.getsize(Path(folder, PIXELS)) != index["bytes"]:
+        if Path(folder, PIXELS).stat().st_size != index["bytes"]:
             raise ValueError(f"{PIXELS} does not have {index['bytes']} bytes")
         # mode "c": nothing is written to the file, and torch does not complain about read-only memory
         self.memory = np.memmap(Path(folder, PIXELS), np.uint8, mode="c")
@@ -68,7 +69,7 @@ def open_cache(
     report: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
     num_workers: int | None = None,
 ) -> ImageCache:
-    """Return the cache of these images below `folder`, made first where it is missing or torn, by one process of a node.
+    """Return the cache of these images below `folder`; one process of a node makes it where it is missing or torn.
 
     Raises `UserError` for an image that cannot be decoded, and where the caches of the folder would take more than
     `max_gb` (10^9 bytes) or the disk is too small.
@@ -77,7 +78,7 @@ def open_cache(
 
     short_side = image_size * 3 // 2
     items = sorted(splits)
-    num_workers = num_workers or available_cores()
+    num_workers = num_workers or visible_cores()
     with ThreadPoolExecutor(num_workers) as pool:
         digests = pool.map(lambda item: hashlib.sha256(splits.read(item)).hexdigest(), items)
         key = json.dumps(
@@ -103,14 +104,12 @@ def open_cache(
         return ImageCache(str(path))
 
 
-def _build(
-    splits: ImageSplits, items: list[ImageItem], work: Path, short_side: int, max_gb: float, num_workers: int
-):
+def _build(splits: ImageSplits, items: list[ImageItem], work: Path, short_side: int, max_gb: float, num_workers: int):
     from tqdm import tqdm
 
     with ThreadPoolExecutor(num_workers) as pool:
         places, total = {}, 0
-        sizes = pool.map(lambda item: _sizes(EncodedImage(splits.read(item), item.name), short_side), items)
+        sizes = pool.map(lambda item: _sizes(EncodedImage(splits.read(item), item.where), short_side), items)
         for item, (rows, columns, height, width) in zip(items, sizes, strict=True):
             places[item.name] = [total, rows, columns, height, width]
             total += rows * columns * 3
@@ -121,7 +120,7 @@ def _build(
 
         def keep(item: ImageItem) -> None:
             offset, rows, columns, *_ = places[item.name]
-            pixels = _shrunk(EncodedImage(splits.read(item), item.name), rows, columns)
+            pixels = _shrunk(EncodedImage(splits.read(item), item.where), rows, columns)
             memory[offset : offset + pixels.size] = pixels.reshape(-1)
 
         for _ in tqdm(pool.map(keep, items), total=len(items), desc="caching", unit="image", disable=None):
@@ -152,14 +151,8 @@ def _shrunk(image: EncodedImage, rows: int, columns: int) -> np.ndarray:
 def _refuse_too_large(folder: Path, needed: int, max_gb: float) -> None:
     others = sum(file.stat().st_size for file in folder.glob(f"*/{PIXELS}"))
     if needed + others > max_gb * 1e9:
-        held = (
-            f"; others in {folder} take {others / 1e9:.2f} GB: delete what is no longer used"
-            if others
-            else ""
-        )
-        raise UserError(
-            f"cache_images: {needed / 1e9:.2f} GB are needed, more than the limit of {max_gb:g} GB{held}"
-        )
+        held = f"; others in {folder} take {others / 1e9:.2f} GB: delete what is no longer used" if others else ""
+        raise UserError(f"cache_images: {needed / 1e9:.2f} GB are needed, more than the limit of {max_gb:g} GB{held}")
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kit.images import EncodedImage, ImageItem, read_image
 from kit.settings import UserError
+from kit.world import visible_cores
 
 PETS = "oxford-iiit-pet"  # torchvision's name of the folder, and our dataset_name
 LISTS = "annotations"  # the folder of official lists beside images/
@@ -23,9 +24,7 @@ SPLIT_NAMES = {
     "val": "validation",
     "test": "test",
 }
-WAYS_ON = (
-    "Ways on: a folder of images (--data_dir); a filled cache of a machine that has it; make demo-images"
-)
+WAYS_ON = "Ways on: a folder of images (--data_dir); a filled cache of a machine that has it; make demo-images"
 
 
 @dataclass(frozen=True)
@@ -68,18 +67,12 @@ def find_images(
     tables, notes = {}, []
     if dataset_name is not None and dataset_name != PETS:
         if data_dir is not None:
-            raise UserError(
-                f"data_dir {data_dir!r} and dataset_name {dataset_name!r} are both given: set one to null"
-            )
-        found, label_names, tables = _hub_images(
-            dataset_name, dataset_config_name, image_column, label_column
-        )
+            raise UserError(f"data_dir {data_dir!r} and dataset_name {dataset_name!r} are both given: set one to null")
+        found, label_names, tables = _hub_images(dataset_name, dataset_config_name, image_column, label_column)
     elif data_dir is None:
         raise UserError("no images: give data_dir (a folder) or dataset_name")
     else:
-        root = (
-            _pets_folder(Path(data_dir).expanduser()) if dataset_name == PETS else Path(data_dir).expanduser()
-        )
+        root = _pets_folder(Path(data_dir).expanduser()) if dataset_name == PETS else Path(data_dir).expanduser()
         if (root / LISTS / "trainval.txt").is_file() and (root / "images").is_dir():
             root = root / "images"
         if not root.is_dir():
@@ -115,9 +108,7 @@ def find_images(
             f"no validation split: {len(splits['validation'])} images carved from train, stratified, seed {seed}"
         )
     source = {"data_dir": data_dir, "dataset_name": dataset_name, "validation_carved": carved}
-    return _checked(
-        ImageSplits(**splits, label_names=tuple(label_names), source=source, notes=notes, tables=tables)
-    )
+    return _checked(ImageSplits(**splits, label_names=tuple(label_names), source=source, notes=notes, tables=tables))
 
 
 def carve(items: list[ImageItem], fraction: float, seed: int) -> tuple[list[ImageItem], list[ImageItem]]:
@@ -133,13 +124,11 @@ def carve(items: list[ImageItem], fraction: float, seed: int) -> tuple[list[Imag
     for ranks in ranked.values():
         count = min(max(round(len(ranks) * fraction), 1), len(ranks) - 1)
         chosen |= {name for _, name in sorted(ranks)[:count]}
-    return [item for item in items if item.name not in chosen], [
-        item for item in items if item.name in chosen
-    ]
+    return [item for item in items if item.name not in chosen], [item for item in items if item.name in chosen]
 
 
 def leave_out(splits: ImageSplits, bad: Iterable[str]) -> ImageSplits:
-    """Return the splits without the images of these names, for `skip_bad_images`; the other images stay where they are."""
+    """Return the splits without the images of these names, for `skip_bad_images`; the others stay where they are."""
     bad = set(bad)
     kept = {
         split: [item for item in getattr(splits, split) if item.name not in bad]
@@ -147,9 +136,7 @@ def leave_out(splits: ImageSplits, bad: Iterable[str]) -> ImageSplits:
     }
     count = sum(item.name in bad for item in splits)
     assert count == len(bad), "a bad image that is in no split"
-    return _checked(
-        replace(splits, **kept, notes=[*splits.notes, f"{count} skipped: images that cannot be decoded"])
-    )
+    return _checked(replace(splits, **kept, notes=[*splits.notes, f"{count} skipped: images that cannot be decoded"]))
 
 
 def _checked(splits: ImageSplits) -> ImageSplits:
@@ -158,21 +145,16 @@ def _checked(splits: ImageSplits) -> ImageSplits:
     where = splits.source["data_dir"] or splits.source["dataset_name"]
     lost = set(range(len(splits.label_names))) - {item.label for item in splits.train}
     if lost:
-        raise UserError(
-            f"{where}: no image of {', '.join(splits.label_names[i] for i in sorted(lost))} left in train"
-        )
+        raise UserError(f"{where}: no image of {', '.join(splits.label_names[i] for i in sorted(lost))} left in train")
     if not splits.validation:
-        raise UserError(
-            f"{where}: no image for validation: give more than one of some class, or a validation split"
-        )
+        raise UserError(f"{where}: no image for validation: give more than one of some class, or a validation split")
     assert len({item.name for item in splits}) == sum(map(len, parts.values())), "an image is in two splits"
     lines = {
         split: "".join(f"{item.name}\t{splits.label_names[item.label]}\n" for item in items)
         for split, items in parts.items()
     }
     digests = {
-        split: hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
-        for split, text in lines.items()
+        split: hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest() for split, text in lines.items()
     }
     sizes = {split: len(items) for split, items in parts.items()}
     return replace(splits, source={**splits.source, "rows": sizes, "sha256": digests})
@@ -191,7 +173,7 @@ def _walk(root: Path) -> tuple[dict[str, str], Counter]:
     """
     files, ignored = {}, Counter()
     for folder, folders, names in os.walk(root):
-        ignored["links to folders"] += sum(os.path.islink(os.path.join(folder, name)) for name in folders)
+        ignored["links to folders"] += sum(Path(folder, name).is_symlink() for name in folders)
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
             path = Path(folder, name)
@@ -205,9 +187,7 @@ def _walk(root: Path) -> tuple[dict[str, str], Counter]:
                 # one spelling of accents: macOS hands them out decomposed
                 name = unicodedata.normalize("NFC", path.relative_to(root).as_posix())
                 if name in files:
-                    raise UserError(
-                        f"{path}: two files have this name, with accents spelt in two ways: rename one"
-                    )
+                    raise UserError(f"{path}: two files have this name, with accents spelt in two ways: rename one")
                 files[name] = str(path)
     return files, +ignored
 
@@ -229,8 +209,8 @@ def _folder_splits(data_dir: str, files: dict[str, str], ignored: Counter) -> di
         return {"train": [(name, _class_of(data_dir, name, name), path) for name, path in files.items()]}
     if len(known) < len(tops) or len(set(known.values())) < len(known) or "train" not in known.values():
         raise UserError(
-            f"{data_dir}: folders {', '.join(sorted(tops))}: above the classes only train, validation (or valid, val) and"
-            " test may stand, each once, train always"
+            f"{data_dir}: folders {', '.join(sorted(tops))}: above the classes only train, validation (or valid, val)"
+            " and test may stand, each once, train always"
         )
     found: dict[str, list] = {}
     for name, path in files.items():
@@ -242,9 +222,7 @@ def _folder_splits(data_dir: str, files: dict[str, str], ignored: Counter) -> di
 def _class_of(data_dir: str, name: str, rest: str) -> str:
     label = rest.split("/")[0] if "/" in rest else class_from_name(rest)
     if label is None:
-        raise UserError(
-            f"{data_dir}: no class in the name {name!r}: use class_number.jpg, or a sub-folder per class"
-        )
+        raise UserError(f"{data_dir}: no class in the name {name!r}: use class_number.jpg, or a sub-folder per class")
     return label
 
 
@@ -277,9 +255,7 @@ def _pets_folder(root: Path) -> Path:
     folder = root / PETS
     if not (folder / "annotations" / "trainval.txt").is_file() or not (folder / "images").is_dir():
         if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
-            raise UserError(
-                f"{folder}: images/ and annotations/ are not there, and HF_HUB_OFFLINE is set. {WAYS_ON}"
-            )
+            raise UserError(f"{folder}: images/ and annotations/ are not there, and HF_HUB_OFFLINE is set. {WAYS_ON}")
         from torchvision.datasets import OxfordIIITPet
 
         try:
@@ -308,9 +284,7 @@ def _hub_images(dataset_name: str, config: str | None, image_column: str | None,
     image_column = image_column or _only_column(dataset_name, features, "image_column", datasets.Image)
     label_column = label_column or _only_column(dataset_name, features, "label_column", datasets.ClassLabel)
     if image_column not in features or label_column not in features:
-        raise UserError(
-            f"{dataset_name}: no column {image_column!r} or {label_column!r} among {', '.join(features)}"
-        )
+        raise UserError(f"{dataset_name}: no column {image_column!r} or {label_column!r} among {', '.join(features)}")
     names = features[label_column].names if isinstance(features[label_column], datasets.ClassLabel) else None
     found, tables = {}, {}
     for split, data in splits.items():
@@ -319,18 +293,14 @@ def _hub_images(dataset_name: str, config: str | None, image_column: str | None,
         if split == "test" and all(label is None or label == -1 for label in labels):
             continue  # hidden labels: there is nothing to score
         if any(label is None or label == -1 for label in labels):
-            raise UserError(
-                f"{dataset_name}: {split} has rows without a {label_column!r} (null or -1): take them out"
-            )
+            raise UserError(f"{dataset_name}: {split} has rows without a {label_column!r} (null or -1): take them out")
         tables[split] = data.rename_column(image_column, "image")
         found[split] = [
             (f"{split}/{row:08d}", names[label] if names else str(label), (split, row))
             for row, label in enumerate(labels)
         ]
     if names is None:
-        names = sorted(
-            {label for _, label, _ in found["train"]}, key=lambda name: (name.isdigit() and int(name), name)
-        )
+        names = sorted({label for _, label, _ in found["train"]}, key=lambda name: (name.isdigit() and int(name), name))
     return found, names, tables
 
 
@@ -358,7 +328,7 @@ def scan(splits: ImageSplits, num_workers: int | None = None) -> ScanReport:
 
     items = list(splits)
     bad, odd, same = {}, {}, {}
-    with ThreadPoolExecutor(num_workers or available_cores()) as pool:
+    with ThreadPoolExecutor(num_workers or visible_cores()) as pool:
         looks = pool.map(lambda item: _look(item, splits.tables), items)
         for item, (reason, remark, digest) in tqdm(
             zip(items, looks, strict=True), total=len(items), desc="checking", unit="image", disable=None
@@ -384,10 +354,8 @@ def _look(item: ImageItem, tables: dict) -> tuple[str, str, bytes]:
     try:
         data = read_image(item, tables)
         digest = hashlib.sha256(data).digest() if data else b""
-        image = EncodedImage(data, item.name)
-        strict = image._jpeg_pixels(1) is not None
-        if not strict:
-            image.pixels()
+        image = EncodedImage(data, item.where)
+        image.pixels()
     except UserError as error:
         return str(error), "", digest
     kind, mode = image.opened.format, image.opened.mode
@@ -400,12 +368,7 @@ def _look(item: ImageItem, tables: dict) -> tuple[str, str, bytes]:
         f"mode {mode}" if mode != "RGB" else "",
         "transparency" if mode == "P" and image.opened.has_transparency_data else "",
         f"Exif orientation {image.orientation}" if image.orientation != 1 else "",
-        "a damaged JPEG, but complete" if jpeg and mode in ("RGB", "L") and not strict else "",
+        "a damaged JPEG, but complete" if image.damaged else "",
         f"{image.width} x {image.height} pixels" if min(image.width, image.height) < 16 else "",
     ]
     return "", ", ".join(filter(None, remarks)), digest
-
-
-def available_cores() -> int:
-    """Return the cores that this process may use, not those of the machine."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

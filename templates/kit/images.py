@@ -33,6 +33,11 @@ class ImageItem(NamedTuple):
     label: int
     place: str | tuple[str, int]  # the file, or (split, row) of the hub dataset
 
+    @property
+    def where(self) -> str:
+        """What errors name: the file's path, or split/row."""
+        return self.place if isinstance(self.place, str) else self.name
+
 
 def read_image(item: ImageItem, tables: dict) -> bytes:
     """Return the bytes of an image as they are stored. Raises `UserError` with its path where that fails."""
@@ -55,14 +60,14 @@ class EncodedImage:
     def __init__(self, data: bytes, name: str):
         from PIL import Image
 
-        self.data, self.name = data, name
+        self.data, self.name, self.damaged = data, name, False
         if not data:
             raise UserError(f"{name}: an empty file, not an image")
         try:
             self.opened: PIL.Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
             self.orientation = self._exif_orientation()
         except Image.UnidentifiedImageError:
-            raise UserError(f"{name}: not an image (begins with {data[:12]!r})") from None
+            raise UserError(f"{name}: not an image that can be read (begins with {data[:12]!r})") from None
         except Exception as error:  # Pillow's readers raise many kinds on damaged or huge files
             raise self._undecodable(error) from error
         self.width, self.height = self.opened.size if self.orientation < 5 else self.opened.size[::-1]
@@ -70,18 +75,16 @@ class EncodedImage:
     def _exif_orientation(self) -> int:
         """Return 1 to 8; an illegal value (0 is in the real pets) counts as 1, upright."""
         jpeg = self.opened.format in ("JPEG", "MPO")
-        if jpeg and "exif" not in self.opened.info and "xmp" not in self.opened.info:
-            return 1
+        if self.opened.format == "TIFF" or (jpeg and not {"exif", "xmp"} & self.opened.info.keys()):
+            return 1  # Pillow turns TIFF itself
         value = self.opened.getexif().get(0x0112)
         return value if isinstance(value, int) and 1 <= value <= 8 else 1
 
     def _undecodable(self, error: Exception) -> UserError:
-        return UserError(
-            f"{self.name}: cannot be decoded ({type(error).__name__}: {' '.join(str(error).split())})"
-        )
+        return UserError(f"{self.name}: cannot be decoded ({type(error).__name__}: {' '.join(str(error).split())})")
 
     def pixels(self, shrink: int = 1) -> np.ndarray:
-        """Return upright RGB uint8 [height, width, 3], each side divided by `shrink` (1, 2, 4, 8) where a JPEG allows it."""
+        """Return upright RGB uint8 [height, width, 3]; of a JPEG each side is divided by `shrink` (1, 2, 4 or 8)."""
         pixels = self._jpeg_pixels(shrink)
         if pixels is None:
             try:
@@ -91,22 +94,21 @@ class EncodedImage:
         return _upright(pixels, self.orientation)
 
     def _jpeg_pixels(self, shrink: int) -> np.ndarray | None:
-        """Decode a JPEG strictly; None where Pillow is to judge: other formats, CMYK, anything libjpeg-turbo warns about."""
+        """Decode a JPEG strictly; None where Pillow is to judge: other formats, CMYK, what libjpeg-turbo doubts."""
         import simplejpeg
 
         if self.opened.format not in ("JPEG", "MPO") or self.opened.mode not in ("RGB", "L"):
             return None
         width, height = self.opened.size
         try:
-            return simplejpeg.decode_jpeg(
-                self.data, min_height=-(-height // shrink), min_width=-(-width // shrink)
-            )
+            return simplejpeg.decode_jpeg(self.data, min_height=-(-height // shrink), min_width=-(-width // shrink))
         except ValueError:
+            self.damaged = True
             return None
 
 
 def decode(source: str | Path | bytes) -> torch.Tensor:
-    """Return any image as upright RGB, uint8 [3, height, width]; transparency on white. Raises `UserError` with its path."""
+    """Return any image as upright RGB uint8 [3, height, width], transparency on white. Raises `UserError`: its path."""
     name = "image" if isinstance(source, bytes) else str(source)
     data = source if isinstance(source, bytes) else read_image(ImageItem(name, 0, name), {})
     return torch.from_numpy(EncodedImage(data, name).pixels()).permute(2, 0, 1)
@@ -121,11 +123,7 @@ def _rgb_pixels(image: "PIL.Image.Image") -> np.ndarray:
         raise ValueError("32-bit float pixels have no known range: store it with 8 or 16 bits")
     if image.mode.startswith("I"):  # 16 bits, which convert() would clip or wrap, by mode and version
         grey = np.asarray(image).astype(np.float32)
-        grey = (
-            np.clip(grey / 257 if image.mode != "I" or grey.max() > 255 else grey, 0, 255)
-            .round()
-            .astype(np.uint8)
-        )
+        grey = np.clip(grey / 257 if image.mode != "I" or grey.max() > 255 else grey, 0, 255).round().astype(np.uint8)
         return np.repeat(grey[..., None], 3, axis=2)
     if image.has_transparency_data:
         image = image.convert("RGBA")
@@ -152,7 +150,7 @@ class Box(NamedTuple):
 
 
 def random_box(height: int, width: int, scale, ratio, draw: random.Random) -> Box:
-    """Return a random part of the area (`scale`) and aspect (`ratio`, log-uniform), as torchvision's RandomResizedCrop."""
+    """Return a random part of the area (`scale`) and aspect (`ratio`, log-uniform): torchvision's RandomResizedCrop."""
     for _ in range(10):
         area = height * width * (scale[0] + (scale[1] - scale[0]) * draw.random())
         low, high = math.log(ratio[0]), math.log(ratio[1])
@@ -174,21 +172,19 @@ def centre_box(height: int, width: int, crop_pct: float) -> Box:
 def resized_crop(
     pixels: np.ndarray, original: tuple[int, int], box: Box, size: int, interpolation: str = "bilinear"
 ) -> torch.Tensor:
-    """Return the box as uint8 [3, size, size]; `pixels` [h, w, 3] may be the `original` (height, width) made smaller."""
+    """Return the box as uint8 [3, size, size]; `pixels` [h, w, 3] may be a smaller copy of the `original`."""
     down, right = pixels.shape[0] / original[0], pixels.shape[1] / original[1]
     top, left = round(box.top * down), round(box.left * right)
     bottom, end = round((box.top + box.height) * down), round((box.left + box.width) * right)
     top, left = min(top, pixels.shape[0] - 1), min(left, pixels.shape[1] - 1)
-    crop = torch.from_numpy(pixels[top : max(bottom, top + 1), left : max(end, left + 1)]).permute(2, 0, 1)[
-        None
-    ]
+    crop = torch.from_numpy(pixels[top : max(bottom, top + 1), left : max(end, left + 1)]).permute(2, 0, 1)[None]
     # uint8 in and out, antialiased: equal to Pillow's resize(box=...)
     return torch.nn.functional.interpolate(crop, (size, size), mode=interpolation, antialias=True)[0]
 
 
 @dataclass
 class ImageDataset(Dataset):
-    """Images as uint8 [3, image_size, image_size] in RGB; normalise on the device, where bytes travel four times faster.
+    """Images as uint8 [3, image_size, image_size] in RGB, a quarter of the bytes of floats; the device normalises them.
 
     With `training`, crop and flip are drawn from (seed, epoch, index) alone. Otherwise the centre is taken. Picklable.
     """
@@ -209,9 +205,7 @@ class ImageDataset(Dataset):
 
     def __getitem__(self, sample: Sample) -> dict:
         item, size = self.items[sample.index], self.image_size
-        image = (
-            self.cache[item.name] if self.cache else EncodedImage(read_image(item, self.tables), item.name)
-        )
+        image = self.cache[item.name] if self.cache else EncodedImage(read_image(item, self.tables), item.where)
         if self.training:
             draw = random.Random(seed_for(self.seed, "augmentation", sample.epoch, sample.index))
             box = random_box(image.height, image.width, self.scale, self.ratio, draw)
@@ -220,8 +214,6 @@ class ImageDataset(Dataset):
             box, flip = centre_box(image.height, image.width, self.crop_pct), False
         # decode at 1/2, 1/4 or 1/8 where the crop still has as many pixels as are wanted
         shrink = next(part for part in (8, 4, 2, 1) if part == 1 or min(box.height, box.width) >= size * part)
-        pixels = resized_crop(
-            image.pixels(shrink), (image.height, image.width), box, size, self.interpolation
-        )
+        pixels = resized_crop(image.pixels(shrink), (image.height, image.width), box, size, self.interpolation)
         pixels = pixels.flip(-1) if flip else pixels
         return {"image": pixels, "label": item.label, "sample_id": sample.index, "weight": sample.weight}

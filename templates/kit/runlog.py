@@ -18,10 +18,10 @@ from kit.settings import UserError, differences, numbers_in_force, one_line, sav
 from kit.stopping import EXIT_STOPPED
 from kit.world import on_main
 
-LEFT_BEHIND = "settings.yaml run.json metrics.jsonl README.md report.html predictions.csv checkpoints best final".split()
-PACKAGES = (
-    "torch accelerate transformers datasets evaluate timm torchvision scikit-learn numpy safetensors".split()
+LEFT_BEHIND = (
+    "settings.yaml run.json metrics.jsonl README.md report.html predictions.csv checkpoints best final".split()
 )
+PACKAGES = "torch accelerate transformers datasets evaluate timm torchvision scikit-learn numpy safetensors".split()
 
 
 def read_run(output_dir: Path) -> dict | None:
@@ -68,8 +68,8 @@ def check_run_directory(settings, data_sha256: dict | None = None) -> str | None
 class RunDirectory:
     """The run directory of this run; a context that records how the run ended. Only process 0 writes and prints.
 
-    `facts` go into run.json: at least `world`, `data` (its `rows` and `sha256` by split) and `batch`. Entering raises `UserError` if
-    another run is writing into the same folder, or if it cannot be written.
+    `facts` go into run.json: at least `world`, `data` (its `rows` and `sha256` by split) and `batch`. Entering raises
+    `UserError` if another run is writing into the same folder, or if it cannot be written.
     """
 
     def __init__(self, accelerator, settings, facts: dict):

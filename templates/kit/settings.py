@@ -74,9 +74,7 @@ def parse_settings(settings_class, description: str, args: list[str] | None = No
     parser = jsonargparse.ArgumentParser(
         prog=Path(sys.argv[0]).name, description=description, exit_on_error=False, allow_abbrev=False
     )
-    parser.add_argument(
-        "--config", action=jsonargparse.ActionConfigFile, help="A recipe: YAML with these settings."
-    )
+    parser.add_argument("--config", action=jsonargparse.ActionConfigFile, help="A recipe: YAML with these settings.")
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser.add_class_arguments(settings_class)
     try:
@@ -94,9 +92,7 @@ def parse_settings(settings_class, description: str, args: list[str] | None = No
 
 def _options(args: list[str]) -> list[str]:
     """Return the names of the options given on the command line, without --config."""
-    return [
-        arg[2:].split("=")[0].rstrip("+") for arg in args if arg.startswith("--") and arg[2:8] != "config"
-    ]
+    return [arg[2:].split("=")[0].rstrip("+") for arg in args if arg.startswith("--") and arg[2:8] != "config"]
 
 
 def _explain(message: str, settings_class, args: list[str]) -> str:
@@ -111,9 +107,7 @@ def _explain(message: str, settings_class, args: list[str]) -> str:
             return f"'{name}' stands alone on the command line: options are written --name value"
         plain = name.replace("-", "_")
         near = difflib.get_close_matches(plain, types, n=1)
-        cure = ELSEWHERE.get(plain) or (
-            f"did you mean {near[0]}?" if near else "see --help for the options there are"
-        )
+        cure = ELSEWHERE.get(plain) or (f"did you mean {near[0]}?" if near else "see --help for the options there are")
         return f"unknown option {name} ({_place(name, args)}): {cure}"
     key = re.search(r'Parser key "([^"]+)"', message)
     if key and key[1] == "config":
@@ -129,11 +123,7 @@ def _explain(message: str, settings_class, args: list[str]) -> str:
 
 
 def _place(name: str, args: list[str]) -> str:
-    return (
-        "command line"
-        if name in _options(args) or not _recipes(args)
-        else f"recipe {', '.join(_recipes(args))}"
-    )
+    return "command line" if name in _options(args) or not _recipes(args) else f"recipe {', '.join(_recipes(args))}"
 
 
 def _recipes(args: list[str]) -> list[str]:
@@ -164,9 +154,7 @@ def save_settings(settings, path: Path) -> None:
     import yaml
 
     header = "# The settings in force of this run; read again with --config.\n"
-    path.write_text(
-        header + yaml.safe_dump(dataclasses.asdict(settings), sort_keys=False, allow_unicode=True), "utf-8"
-    )
+    path.write_text(header + yaml.safe_dump(dataclasses.asdict(settings), sort_keys=False, allow_unicode=True), "utf-8")
 
 
 def numbers_in_force(settings) -> dict:
@@ -177,6 +165,4 @@ def numbers_in_force(settings) -> dict:
 def differences(before: dict, now: dict) -> list[str]:
     """Return one text for each name whose value differs: 'seed 0 -> 1'."""
     names = [*before, *(name for name in now if name not in before)]
-    return [
-        f"{name} {before.get(name)} -> {now.get(name)}" for name in names if before.get(name) != now.get(name)
-    ]
+    return [f"{name} {before.get(name)} -> {now.get(name)}" for name in names if before.get(name) != now.get(name)]

@@ -14,9 +14,7 @@ SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if
 STARTED = time.monotonic()
 
 _received: tuple[int, float] | None = None  # the first signal and when it came
-_is_deferred = (
-    False  # True while a Stopper polls; before, there is nothing to save and a signal ends the script
-)
+_is_deferred = False  # True while a Stopper polls; before, there is nothing to save and a signal ends the script
 
 
 def catch_signals() -> None:
@@ -39,9 +37,7 @@ def _is_child_of_a_launcher() -> bool:
             words = file.read().split(b"\0")
     except OSError:
         return False
-    return any(
-        b"accelerate" in word or b"torchrun" in word or word.endswith(b"launch.py") for word in words[:3]
-    )
+    return any(b"accelerate" in word or b"torchrun" in word or word.endswith(b"launch.py") for word in words[:3])
 
 
 def _on_signal(number, frame) -> None:
@@ -67,9 +63,7 @@ class Stopper:
         import torch
 
         self.reason: str | None = None
-        self.failure: tuple[int, int | None] | None = (
-            None  # step and process (None: all) of a non-finite number
-        )
+        self.failure: tuple[int, int | None] | None = None  # step and process (None: all) of a non-finite number
         self.max_train_time = max_train_time
         self.process_index, self.is_shared = accelerator.process_index, accelerator.num_processes > 1
         # A group of its own: the order of these small collectives never mixes with that of the gradients.
@@ -135,9 +129,7 @@ class Stopper:
         import torch
         import torch.distributed as dist
 
-        flags = torch.zeros(
-            4, dtype=torch.int64
-        )  # signal, time is up, step and origin of a non-finite number
+        flags = torch.zeros(4, dtype=torch.int64)  # signal, time is up, step and origin of a non-finite number
         flags[0] = _received[0] if _received else 0
         flags[1] = self.max_train_time is not None and time.monotonic() - STARTED > self.max_train_time
         if self._measured is not None:
@@ -148,11 +140,7 @@ class Stopper:
             if not (loss_is_finite and norm_is_finite):
                 flags[2] = step
                 flags[3] = 1 if loss_is_finite else self.process_index + 2  # 1: the gradient, which all share
-        work = (
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group, async_op=True)
-            if self.is_shared
-            else None
-        )
+        work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group, async_op=True) if self.is_shared else None
         self._travelling = (flags, work)
 
     def _read(self) -> None:

@@ -15,6 +15,7 @@ import numbers
 import os
 import re
 import reprlib
+import shutil
 import sys
 import uuid
 from collections import Counter
@@ -77,7 +78,7 @@ def check_text_sources(
     if dataset_name is not None and Path(dataset_name).exists():
         raise UserError(f"dataset_name: {dataset_name!r} is on this disk: name its files with train_file")
     for option, name in files.items():
-        path, place = Path(name).expanduser(), f"{option}: {name!r}"
+        path, place = _path(name), f"{option}: {name!r}"
         if path.is_dir():
             raise UserError(f"{place} is a folder: name one file in it")
         if not path.parent.is_dir():
@@ -175,19 +176,15 @@ def _hub_tables(dataset_name: str, config: str | None) -> dict[str, _Table]:
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         wrong = f"dataset_name: {dataset_name!r} (config {config}) cannot be loaded: {reason}"
-        ways = (
-            "local files (--train_file, --validation_file); a filled cache (HF_HOME of a machine that has it"
-        )
-        raise UserError(f"{wrong}. Three ways on: {ways}, with HF_HUB_OFFLINE=1); make demo") from error
+        ways = "local files (--train_file, --validation_file); a filled cache (HF_HOME from a machine with it"
+        raise UserError(f"{wrong}. Three ways on: {ways}, HF_HUB_OFFLINE=1); make demo") from error
     tables = {}
     for split, known in HUB_SPLITS.items():
         name = next((name for name in known if name in found), None)
         if name is not None:
             tables[split] = _dataset_table(f"{dataset_name} ({name})", found[name])
         elif split == "train":
-            raise UserError(
-                f"dataset_name: {dataset_name!r} has no split 'train', only {_show.repr([*found])}"
-            )
+            raise UserError(f"dataset_name: {dataset_name!r} has no split 'train', only {_show.repr([*found])}")
     return tables
 
 
@@ -197,7 +194,7 @@ def _dataset_table(where: str, data: "datasets.Dataset") -> _Table:
 
 
 def _file_table(path: str) -> _Table:
-    data, suffix = Path(path).expanduser().read_bytes(), Path(path).suffix.lower()
+    data, suffix = _path(path).read_bytes(), Path(path).suffix.lower()
     if suffix == ".parquet":
         import datasets
         import pyarrow.parquet
@@ -210,9 +207,7 @@ def _file_table(path: str) -> _Table:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        cure = (
-            "save it as UTF-8, or: iconv -f CP1252 -t UTF-8 OLD > NEW (CP1252: Latin-1 of Windows; or UTF-16)"
-        )
+        cure = "save it as UTF-8, or: iconv -f CP1252 -t UTF-8 OLD > NEW (CP1252: Latin-1 of Windows; or UTF-16)"
         raise UserError(f"{path}, line {line}: not UTF-8 (byte {data[error.start]:#04x}): {cure}") from None
     if "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1
@@ -401,7 +396,12 @@ def _store(rows: list[tuple], text_columns: tuple, label_names: tuple) -> "datas
         datasets.Dataset.from_dict(columns, features=datasets.Features(kinds)).save_to_disk(str(work))
         with contextlib.suppress(OSError):  # another process was quicker
             work.rename(folder)
+        shutil.rmtree(work, ignore_errors=True)
     return datasets.Dataset.load_from_disk(str(folder))
+
+
+def _path(name: str) -> Path:
+    return Path(os.path.expanduser(name))  # noqa: PTH111 - Path.expanduser raises on '~$open.csv'
 
 
 def _near(name: str, there, count: int = 1) -> str:

@@ -1,0 +1,44 @@
+# Every job by name. `make help` lists them. Options for those that train:
+#   PROFILE=cpu|multi_cpu|single_gpu|multi_gpu|multi_node   where to run (configs/)
+#   NUM_PROCESSES=4 PRECISION=bf16                          override the profile
+#   ARGS='--seed 3 --output_dir "a b"'                      options of the script, handed on as they are
+#   VENV=.venv PYTHON=python3                               the environment, and the Python that makes it
+
+VENV ?= .venv
+PYTHON ?= python3
+PROFILE ?= single_gpu
+export OMP_WAIT_POLICY ?= PASSIVE
+
+VENV_PYTHON := "$(VENV)/bin/python"
+# `exec`, so that a signal to make reaches the launcher and not a shell in between.
+LAUNCH = exec $(VENV_PYTHON) templates/launch.py --config_file "configs/$(PROFILE).yaml" \
+	$(if $(NUM_PROCESSES),--num_processes $(NUM_PROCESSES)) $(if $(PRECISION),--mixed_precision $(PRECISION))
+
+# The stamp is a copy of pyproject.toml, written last: an installation that failed, or an older one, is made again.
+install = @cmp -s pyproject.toml "$(VENV)/.installed-$(subst $(comma),-,$(1))" || { \
+	"$(PYTHON)" -c 'import sys; sys.exit("error: Python 3.10 or newer is needed; try make PYTHON=python3.12" \
+		if sys.version_info < (3, 10) else 0)' \
+	&& "$(PYTHON)" -m venv "$(VENV)" && $(VENV_PYTHON) -m pip install ".[$(1)]" \
+	&& cp pyproject.toml "$(VENV)/.installed-$(subst $(comma),-,$(1))"; }
+comma := ,
+
+.PHONY: help
+help: ## list the jobs
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-24s %s\n", $$1, $$2 }' Makefile
+	@sed -n '2,5s/^# *//p' Makefile
+
+.PHONY: environment
+environment: ## make VENV and install everything that the other jobs need
+	$(call install,demo,test)
+
+.PHONY: test
+test: environment ## prove what is promised (TEMPLATES_DATA=FOLDER adds the tests on real data)
+	$(VENV_PYTHON) -m pytest $(ARGS)
+
+.PHONY: lint
+lint: environment ## check format and style
+	$(VENV_PYTHON) -m ruff format --check . && $(VENV_PYTHON) -m ruff check .
+
+.PHONY: bert-mrpc
+bert-mrpc: environment ## fine-tune BERT on GLUE MRPC
+	$(LAUNCH) templates/text_classification.py --config examples/bert_mrpc/recipe.yaml $(ARGS)

@@ -1,0 +1,155 @@
+"""Start a template as a make target does: `accelerate launch` with the mistakes found first and the exit code kept.
+
+    python templates/launch.py --config_file configs/multi_cpu.yaml SCRIPT --config RECIPE.yaml
+
+Takes the options of `accelerate launch`. The profile, the settings and, for several processes, the data are checked
+before anything is started. One process replaces this one, so that signals reach it; several are started by
+Accelerate's own launcher. Exit code: 0 done, 2 a mistake, 75 stopped after saving, else a failure.
+"""
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+from kit.settings import UserError, exit_codes, one_line, parse_settings
+from kit.stopping import EXIT_STOPPED
+from kit.world import asks_for_cpu, visible_cores
+
+STARTS_SEVERAL = ("MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "FSDP", "DEEPSPEED")
+
+
+def read_profile(path: Path) -> dict:
+    """Return a profile's keys and values. Raises `UserError` for a missing or unreadable file and unknown keys."""
+    import yaml
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    if not path.is_file():
+        there = ", ".join(sorted(file.stem for file in path.parent.glob("*.yaml"))) or "none"
+        raise UserError(f"there is no profile {path}; profiles in {path.parent}/: {there}")
+    try:
+        profile = yaml.safe_load(path.read_text("utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"profile {path} is not YAML: {one_line(error)}") from None
+    if not isinstance(profile, dict) or "distributed_type" not in profile:
+        raise UserError(f"profile {path} has no distributed_type: write one with `accelerate config`")
+    known = set(ClusterConfig.__dataclass_fields__)
+    unknown = [str(key) for key in profile if key not in known]
+    if unknown:
+        raise UserError(f"profile {path} has keys that Accelerate does not know: {', '.join(unknown)}")
+    if profile.get("mixed_precision", "no") not in ("no", "fp16", "bf16", "fp8"):
+        raise UserError(f"profile {path}: mixed_precision {profile['mixed_precision']} (quote it: 'no', fp16, bf16)")
+    return profile
+
+
+def check_devices(profile: dict, num_processes: int, num_machines: int, name: str, num_devices: int) -> None:
+    """Refuse a number of processes that this machine or the profile cannot give. `num_devices` 0 means a CPU."""
+    starts_several = profile["distributed_type"] in STARTS_SEVERAL
+    if num_processes < 1 or num_machines < 1 or num_processes % num_machines:
+        raise UserError(
+            f"{num_processes} processes on {num_machines} machines ({name}): give a multiple of the machines"
+        )
+    if num_processes > 1 and not starts_several:
+        raise UserError(
+            f"{name} starts one process (distributed_type {profile['distributed_type']}), {num_processes} are asked for:"
+            " use PROFILE=multi_cpu or PROFILE=multi_gpu"
+        )
+    local = num_processes // num_machines
+    if num_devices and not profile.get("use_cpu") and local > num_devices:
+        raise UserError(
+            f"{name}: {local} processes asked for on this machine, {num_devices} devices found:"
+            f" use NUM_PROCESSES={num_devices * num_machines} (--num_processes {num_devices * num_machines})"
+        )
+
+
+def check_script(script: Path, arguments: list[str], reads_data: bool) -> str | None:
+    """Check settings (and data) as the script itself would; return its run directory, None if it has no settings."""
+    spec = importlib.util.spec_from_file_location(script.stem, script)
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(script.parent.resolve()))  # where Python looks first when it runs the script
+    sys.modules[script.stem] = module
+    spec.loader.exec_module(module)
+    if not hasattr(module, "Settings"):
+        return None
+    settings = parse_settings(module.Settings, module.__doc__, arguments)
+    module.check(settings)
+    if reads_data:
+        module.load_data(settings)
+    return settings.output_dir
+
+
+def set_environment(profile: dict, local_processes: int) -> None:
+    """Set what several CPU processes need to run well, unless the user has."""
+    import torch
+
+    if profile.get("use_cpu") or not torch.accelerator.is_available():
+        # The launcher does not hand use_cpu on to several processes.
+        os.environ["ACCELERATE_USE_CPU"] = (
+            "true" if profile.get("use_cpu") else os.environ.get("ACCELERATE_USE_CPU", "")
+        )
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, visible_cores() // local_processes)))
+    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+
+
+def exit_code_of(output_dir: str | None, codes: list[int]) -> int:
+    """Return the exit code of a launch from those of its processes and from run.json."""
+    try:
+        status = json.loads((Path(output_dir) / "run.json").read_text("utf-8"))["status"] if output_dir else None
+    except (OSError, ValueError, KeyError):
+        status = None
+    if EXIT_STOPPED in codes or status == "stopped":
+        return EXIT_STOPPED
+    return 2 if 2 in codes else 1
+
+
+def main(arguments: list[str]) -> int:
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin are slow where cores are shared
+    if "--config_file" in arguments:
+        path = Path(arguments[arguments.index("--config_file") + 1])
+        profile = read_profile(path)
+    else:
+        raise UserError("give a profile: --config_file configs/cpu.yaml")
+
+    from accelerate.commands import launch
+
+    options = launch.launch_command_parser().parse_args(arguments)
+    script = Path(options.training_script)
+    if not script.is_file():
+        raise UserError(f"there is no script {script}")
+    num_processes = int(options.num_processes or profile.get("num_processes") or 1)
+    num_machines = int(options.num_machines or profile.get("num_machines") or 1)
+
+    import torch
+
+    num_devices = 0 if asks_for_cpu() or not torch.accelerator.is_available() else torch.accelerator.device_count()
+    check_devices(profile, num_processes, num_machines, str(path), num_devices)
+    set_environment(profile, num_processes // num_machines)
+    if num_processes == 1 and profile["distributed_type"] not in ("FSDP", "DEEPSPEED"):
+        options, _, _ = launch._validate_launch_command(options)
+        command, environment = launch.prepare_simple_launcher_cmd_env(options)
+        sys.stdout.flush()
+        os.execvpe(command[0], command, environment)
+
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    os.environ["ACCELERATE_MIXED_PRECISION"] = options.mixed_precision or profile.get("mixed_precision", "no")
+    output_dir = check_script(script, options.training_script_args, reads_data=True)
+    if num_machines > 1:
+        rank = options.machine_rank if options.machine_rank is not None else profile.get("machine_rank", 0)
+        address = options.main_process_ip or profile.get("main_process_ip")
+        port = options.main_process_port or profile.get("main_process_port")
+        print(f"machine {rank} of {num_machines}, {num_processes} processes; meeting at {address}:{port}", flush=True)
+    try:
+        launch.launch_command(options)
+    except ChildFailedError as error:
+        return exit_code_of(output_dir, [failure.exitcode for failure in error.failures.values()])
+    except SignalException:
+        return exit_code_of(output_dir, [])
+    return 0
+
+
+if __name__ == "__main__":
+    with exit_codes():
+        sys.exit(main(sys.argv[1:]))
