@@ -32,12 +32,12 @@ from jsonargparse.typing import (
 )
 
 from kit import checkpoints
-from kit.batches import EvaluationSampler, StepSampler, build_loader
+from kit.batches import EvaluationSampler, StepSampler, build_loader, seed_all
 from kit.evaluation import Progress, gather_in_order, is_due, note_evaluation
 from kit.runlog import RunDirectory, check_run_directory
 from kit.settings import UserError, exit_codes, one_line, parse_settings
 from kit.tables import TextSplits, check_text_sources, read_text_splits
-from kit.world import build_accelerator, check_precision, describe_world, on_main, one_at_a_time, seed_step
+from kit.world import build_accelerator, check_precision, describe_world, on_main, one_at_a_time
 
 
 @dataclass
@@ -194,7 +194,7 @@ class PadToLongest:
 
 def evaluation_loader(settings: Settings, rows, collate, num_processes: int):
     sampler = EvaluationSampler(len(rows), settings.eval_batch_size, num_processes, rows["length"])
-    return build_loader(rows, sampler, collate, settings.num_workers)
+    return build_loader(rows, sampler, collate, settings.num_workers, settings.seed)
 
 
 # --------------------------------------------------------------------------------------------------------- model
@@ -208,7 +208,7 @@ def build_model(settings: Settings, label_names: tuple[str, ...]):
         "id2label": dict(enumerate(label_names)),
         "label2id": {name: i for i, name in enumerate(label_names)},
     }
-    seed_step(settings.seed, 0, 0)
+    seed_all(settings.seed, "model")
     try:
         tokenizer = AutoTokenizer.from_pretrained(settings.model_name_or_path)
         model = AutoModelForSequenceClassification.from_pretrained(
@@ -347,7 +347,7 @@ def main(settings: Settings) -> None:
 
     # Prepare (not the schedule: Accelerate would step it once per process)
     model, optimizer = accelerator.prepare(model, optimizer)
-    train_loader = accelerator.prepare(build_loader(train, sampler, collate, settings.num_workers))
+    train_loader = accelerator.prepare(build_loader(train, sampler, collate, settings.num_workers, settings.seed))
     validation_loader = accelerator.prepare(evaluation_loader(settings, validation, collate, num_processes))
     state = {
         "modules": {"model": accelerator.unwrap_model(model, keep_torch_compile=False)},
@@ -373,6 +373,7 @@ def main(settings: Settings) -> None:
         num_samples, seconds = 0, 0.0  # since the last training line
 
         # Loop
+        model.train()  # from_pretrained leaves it in evaluation mode, without dropout
         while True:
             # Between two steps: evaluate, save, stop. A resumed run enters here, where the stopped one left.
             step = progress.step
@@ -398,7 +399,7 @@ def main(settings: Settings) -> None:
             # One step
             began = time.perf_counter()
             step += 1
-            seed_step(settings.seed, step, process_index)
+            seed_all(settings.seed, "step", step, process_index)  # dropout: nothing to save, nothing to restore
             window = sampler.window(step)
             loss_sum = torch.zeros((), device=accelerator.device)
             for micro_batch in range(window.num_micro_batches):

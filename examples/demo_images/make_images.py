@@ -26,15 +26,15 @@ def draw_image(label: str, draw: random.Random) -> Image.Image:
     image = _background(width, height, draw)
     fur = tuple(draw.randrange(30, 240) for _ in range(3))
     inner = tuple(min(255, max(0, value + draw.choice((-60, 60)))) for value in fur)
-    radius = min(width, height) * draw.uniform(0.22, 0.27)
+    radius = min(width, height) * draw.uniform(0.24, 0.29)
     head = Image.new("RGBA", (int(radius * 5.2),) * 2)
     _ears(label, head, radius, fur, inner, draw)
     _face(head, radius, fur, inner, draw)
     head = head.rotate(draw.uniform(-25, 25), Image.Resampling.BICUBIC)
-    room_x, room_y = width - 3 * radius, height - 3 * radius
+    room_x, room_y = width - 3.2 * radius, height - 3.2 * radius
     place = (
-        int(1.5 * radius + draw.random() * room_x - head.width / 2),
-        int(1.5 * radius + draw.random() * room_y - head.height / 2),
+        int(1.6 * radius + draw.random() * room_x - head.width / 2),
+        int(1.6 * radius + draw.random() * room_y - head.height / 2),
     )
     image.paste(head, place, head)
     for _ in range(draw.randrange(3)):  # something in front
@@ -50,10 +50,10 @@ def draw_image(label: str, draw: random.Random) -> Image.Image:
 
 def _background(width: int, height: int, draw: random.Random) -> Image.Image:
     """Return large soft patches of colour with a few lines through them."""
-    coarse = Image.frombytes("RGB", (4, 4), draw.randbytes(48))
-    image = coarse.resize((width, height), Image.Resampling.BICUBIC)
+    patches = Image.frombytes("RGB", (4, 4), draw.randbytes(48)).resize((width, height), Image.Resampling.BICUBIC)
+    image = Image.blend(Image.new("RGB", patches.size, tuple(draw.choices(range(256), k=3))), patches, 0.35)
     pen = ImageDraw.Draw(image)
-    for _ in range(draw.randrange(8)):
+    for _ in range(draw.randrange(4)):
         ends = [(draw.randrange(width), draw.randrange(height)) for _ in range(2)]
         pen.line(ends, fill=tuple(draw.choices(range(256), k=3)), width=draw.randrange(2, 9))
     return image

@@ -1,5 +1,4 @@
-"""The same training through Accelerate: devices, processes, sharding of batches and DDP are one prepare()
-each.
+"""The same training through Accelerate: one prepare() for devices, processes, dealing of batches and DDP.
 
     torchrun --nproc_per_node 2 examples/parallelism/accelerate_way.py [--micro_batch_size 3]
 
@@ -86,9 +85,7 @@ def train(settings: Settings, world: World, record: Record) -> Record:
 
     # loop
     for epoch in range(settings.num_train_epochs):
-        loader.set_epoch(
-            epoch
-        )  # else Accelerate resets the sampler of a single process to the epochs it has counted
+        loader.set_epoch(epoch)  # else Accelerate sets a lone process's sampler to the epochs it has counted
         batches.set_epoch(epoch)
         sampler.set_epoch(epoch)
         stream = iter(loader)

@@ -102,9 +102,7 @@ def train(settings: Settings, world: World, record: Record) -> Record:
                     [model, *replicas], scatter(tokens, devices), not record.measure_memory
                 )
                 logits = gather(outputs, devices[0])
-            loss = (
-                problem.loss_sum(logits, labels) / share.num_samples
-            )  # on device 0, over all samples of the step
+            loss = problem.loss_sum(logits, labels) / share.num_samples  # on device 0, over all samples
             loss.backward()
             reduce(model, replicas)  # nn.DataParallel's backward has done it already
             optimizer.step()

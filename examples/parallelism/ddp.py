@@ -47,9 +47,8 @@ class Buckets:
 
     def send(self, state: None, bucket):
         self.sent.append(time.perf_counter())
-        return self.hook(
-            None, bucket
-        )  # a future: backward goes on meanwhile. It divides by the number of processes.
+        # A future: backward goes on meanwhile. The hook divides by the number of processes.
+        return self.hook(None, bucket)
 
 
 # --- train --------------------------------------------------------------------------------------------------

@@ -1,5 +1,4 @@
-"""DistributedDataParallel with accumulation: one round of communication for each step, not for each
-micro-batch.
+"""DistributedDataParallel with accumulation: one round of communication a step, not one a micro-batch.
 
     torchrun --nproc_per_node 2 examples/parallelism/ddp_accumulation.py [--micro_batch_size 3]
 

@@ -1,5 +1,4 @@
-"""Pipeline parallel: a stage of the layers in each process, micro-batches one after the other through all of
-them.
+"""Pipeline parallel: a stage of the layers in each process, and one micro-batch after the other through all.
 
     torchrun --nproc_per_node 2 examples/parallelism/pipeline_parallel.py [--schedule 1f1b]
 
@@ -56,9 +55,7 @@ def gpipe(
             y = loss(y, target)
             total += y.detach()
         else:
-            sends.append(
-                dist.isend(y.detach(), after)
-            )  # does not wait: this stage goes on with the next micro-batch
+            sends.append(dist.isend(y.detach(), after))  # does not wait: the next micro-batch is to come
         done.append((x, y))
     for x, y in reversed(done):
         grad = None if last else torch.empty_like(y)
@@ -95,12 +92,14 @@ def train(settings: Settings, world: World, record: Record) -> Record:
 
     # model and optimizer
     model = problem.make_model(settings)
-    stage = model[problem.cut(len(model), world.size)[world.rank]].to(
-        world.device
-    )  # the layers keep their names
+    mine = problem.cut(len(model), world.size)[world.rank]
+    stage = model[mine].to(world.device)  # the layers keep their names
     optimizer = problem.make_optimizer(stage.parameters(), settings)
     by_hand = settings.schedule == "by_hand"
     schedule = None if by_hand else torch_schedule(settings.schedule, stage, pieces, loss, world)
+    # torch's stages want micro-batches of one and the same length in all steps: fill up with weight 0
+    length = -(-min(settings.global_batch_size, settings.num_samples) // pieces) * pieces
+    size = (problem.SEQUENCE_LENGTH, settings.hidden_size)
     record.begin(stage, optimizer)
 
     # loop
@@ -108,18 +107,12 @@ def train(settings: Settings, world: World, record: Record) -> Record:
         sampler.set_epoch(epoch)
         for share in sampler:
             num_samples = share.num_samples
-            # torch's stages want micro-batches of one and the same length in all steps: fill up with weight 0
-            length = -(-min(settings.global_batch_size, settings.num_samples) // pieces) * pieces
             indices = share.indices + [problem.FILLER] * (0 if by_hand else length - num_samples)
             tokens, labels = data.batch(indices, world.device)
             if by_hand:
-                cut = min(
-                    pieces, len(indices)
-                )  # 10 samples in 4 pieces: 3, 3, 2, 2; 3 samples in 4 pieces: 1, 1, 1
-                size = (problem.SEQUENCE_LENGTH, settings.hidden_size)
-                step_loss = gpipe(
-                    stage, tokens.tensor_split(cut), labels.tensor_split(cut), loss, size, world
-                )
+                # 10 samples in 4 pieces: 3, 3, 2, 2; 3 samples in 4 pieces: 1, 1, 1
+                inputs, targets = (whole.tensor_split(min(pieces, num_samples)) for whole in (tokens, labels))
+                step_loss = gpipe(stage, inputs, targets, loss, size, world)
             else:
                 losses = []
                 schedule.step(*[tokens] * (world.rank == 0), target=labels, losses=losses)

@@ -24,9 +24,7 @@ from record import Record
 NUM_LABELS = 4
 NUM_TOKENS = 32  # tokens 0-7 belong to group 0, 8-15 to group 1, ...
 SEQUENCE_LENGTH = 12
-FILLER = (
-    -1
-)  # stands where a process has no sample left in a step: weight 0 in the loss, so gradients do not see it
+FILLER = -1  # where a process has no sample left in a step: weight 0 in the loss, so no gradient sees it
 IGNORED = -100  # the label of a filler
 
 

@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,9 +14,7 @@ import jsonargparse
 import torch
 import torch.distributed as dist
 
-TIMEOUT = timedelta(
-    seconds=60
-)  # torch's default is 30 minutes: so long would a cut link or a stuck peer be waited for
+TIMEOUT = timedelta(seconds=60)  # for a cut link or a stuck peer; torch's default is 30 minutes
 
 
 class UserError(ValueError):
@@ -75,8 +74,12 @@ def _launched(
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)))
     os.environ.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_processes)))
-    with join_world() as world:
-        function(world, *arguments)
+    try:
+        with join_world() as world:
+            function(world, *arguments)
+    except Exception:
+        traceback.print_exc()  # start_processes shows one only, often that of a peer that lost this one
+        raise
 
 
 def read_settings(settings_class: type, description: str, arguments: list[str] | None = None):

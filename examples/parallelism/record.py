@@ -77,14 +77,17 @@ class Step:
     indices: list[int]
     seconds: float
     collectives: list[tuple[str, int]]  # (name, bytes this process sends), in order
-    memory: dict[str, int]  # parameters, gradients, optimizer, activations (peak)
+    memory: dict[
+        str, int
+    ]  # parameters, gradients, optimizer; at their peak: activations, gathered parameters
 
 
 class Record(TorchDispatchMode):
     """Filled by a method's train(): begin() before the loop, end_step() after each step, then weights.
 
     As a context manager it counts collectives. keep_tensors: gradients and parameters of each step, whole and
-    by the plain model's names. measure_memory: also the peak of what autograd keeps for the backward pass.
+    by the plain model's names. measure_memory: also the peak of what autograd keeps for the backward pass,
+    and of what fully_shard has gathered.
     """
 
     def __init__(self, keep_tensors: bool = False, measure_memory: bool = False) -> None:
@@ -98,8 +101,8 @@ class Record(TorchDispatchMode):
         self.samples: list[list[list[int]]] = []  # after finish(): step, process, sample
         self.notes: list[str] = []  # what a method has to say about itself
         self._collectives: list[tuple[str, int]] = []
-        self._live_bytes = self._peak_bytes = 0
-        self._hooks = saved_tensors_hooks(self._save_activation, lambda saved: saved.tensor)
+        self._live_bytes = self._peak_bytes = self._gathered_bytes = 0
+        self._hooks = saved_tensors_hooks(self._save_activation, self._use_activation)
 
     # --- filled by a method ---------------------------------------------------------------------------------
     def begin(
@@ -114,6 +117,7 @@ class Record(TorchDispatchMode):
         self._gradients = gradients or (
             lambda: {name: whole(name, p.grad) for name, p in model.named_parameters() if p.grad is not None}
         )
+        self._sharded = [name for name, p in model.named_parameters() if local(p) is not p]
         self._collectives = []  # those before the loop, of which DDP has a few, are no step's
         self._start = time.perf_counter()
 
@@ -126,7 +130,7 @@ class Record(TorchDispatchMode):
             self.gradients.append({name: grad.detach().clone() for name, grad in self._gradients().items()})
             parameters = self._model.named_parameters()
             self.parameters.append({name: self._whole(name, p.detach()).clone() for name, p in parameters})
-        self._peak_bytes = self._live_bytes
+        self._peak_bytes, self._gathered_bytes = self._live_bytes, 0
         self._collectives = []  # keeping tensors may have gathered them: not part of the method
         self._start = time.perf_counter()
 
@@ -162,7 +166,20 @@ class Record(TorchDispatchMode):
         return result
 
     def _save_activation(self, tensor: Tensor) -> "_Saved":
+        self._look_at_gathered()
         return _Saved(self, tensor)
+
+    def _use_activation(self, saved: "_Saved") -> Tensor:
+        self._look_at_gathered()
+        return saved.tensor
+
+    def _look_at_gathered(self) -> None:
+        """While fully_shard has gathered a layer, its parameters are plain tensors and no DTensors."""
+        parameters = dict(self._model.named_parameters()) if self._sharded else {}
+        now = num_bytes(
+            parameters[name] for name in self._sharded if local(parameters[name]) is parameters[name]
+        )
+        self._gathered_bytes = max(self._gathered_bytes, now)
 
     def _memory(self) -> dict[str, int]:
         parameters = list(self._model.parameters())
@@ -176,12 +193,13 @@ class Record(TorchDispatchMode):
             "gradients": num_bytes(grad for grad in gradients if grad is not None),
             "optimizer": num_bytes(state for state in states if state.dim() > 0),  # not Adam's step counters
             "activations": self._peak_bytes,
+            "gathered": self._gathered_bytes,
         }
 
     # --- result ---------------------------------------------------------------------------------------------
     def finish(self, world) -> None:
         """Once, by every process: adds up the parts of the losses and collects who had which samples."""
-        losses = torch.stack(self.losses) if self.losses else torch.zeros(0, device=world.device)
+        losses = torch.stack([loss.to(world.device) for loss in self.losses])
         shares = [None] * world.size
         dist.all_reduce(losses)
         dist.all_gather_object(shares, [step.indices for step in self.steps])

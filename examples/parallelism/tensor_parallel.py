@@ -1,5 +1,4 @@
-"""Tensor parallel (Megatron-LM): every layer is cut, so that all processes work on all samples at the same
-time.
+"""Tensor parallel (Megatron-LM): every layer is cut, so that all processes work on all samples at once.
 
     torchrun --nproc_per_node 2 examples/parallelism/tensor_parallel.py [--implementation dtensor]
 

@@ -35,9 +35,9 @@ def show(splits: ImageSplits, report: ScanReport) -> None:
     for title, lines in (
         ("bad, cannot be used", [f"{reason}" for reason in report.bad.values()]),
         ("odd, used all the same", [f"{name}: {remark}" for name, remark in report.odd.items()]),
-        ("the same bytes in more than one split", [" = ".join(names) for names in report.leaks]),
+        ("the same bytes on both sides, of training and of a test", [" = ".join(names) for names in report.leaks]),
         (
-            "the same bytes twice in one split",
+            "the same bytes twice on one side",
             [" = ".join(names) for names in report.duplicates if names not in report.leaks],
         ),
     ):

@@ -7,14 +7,17 @@ micro-batches to each. A process without a sample in a ragged step gets one with
 """
 
 import hashlib
+import random
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from kit.stopping import ignore_signals
+from kit.stopping import begin_worker
 
 POOL_STEPS = 64  # like lengths are put together inside shuffled pools of this many steps
 
@@ -35,34 +38,69 @@ class Window(NamedTuple):
 
 
 class WeightedSamples(Dataset):
-    """Give each item of `dataset` (a mapping) its `sample_id` and `weight`."""
+    """Give each item of `dataset` (a mapping) its `sample_id` and `weight`.
 
-    def __init__(self, dataset):
-        self.dataset = dataset
+    Whatever the dataset draws from the global generators (augmentation) is a function of (seed, epoch, sample): the
+    same for any number of workers and processes, and after a resume. The generators are left as they were found.
+    """
+
+    def __init__(self, dataset, seed: int):
+        self.dataset, self.seed = dataset, seed
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, sample: Sample) -> dict:
-        return {**self.dataset[sample.index], "sample_id": sample.index, "weight": sample.weight}
+        with seeded(self.seed, "sample", sample.epoch, sample.index):
+            return {**self.dataset[sample.index], "sample_id": sample.index, "weight": sample.weight}
 
 
-def build_loader(dataset, sampler: Sampler, collate, num_workers: int) -> DataLoader:
+def build_loader(dataset, sampler: Sampler, collate, num_workers: int, seed: int) -> DataLoader:
     """Return the loader of one of the samplers below; `collate` finds `sample_id` and `weight` in each item."""
     return DataLoader(
-        WeightedSamples(dataset),
+        WeightedSamples(dataset, seed),
         batch_sampler=sampler,
         collate_fn=collate,
         num_workers=num_workers,
         persistent_workers=num_workers > 0,
-        worker_init_fn=ignore_signals,
+        worker_init_fn=begin_worker,
         pin_memory=torch.accelerator.is_available(),
+        # A loader draws a number when it starts: from the global generator that would move the dropout of that step.
+        generator=torch.Generator(),
     )
 
 
 def seed_for(*parts: int | str) -> int:
     """Return a 63-bit seed that depends on every part and on nothing else."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
+
+
+def seed_all(*parts: int | str) -> None:
+    """Seed the global generators of Python, NumPy (where it is in use) and PyTorch from `parts`."""
+    value = seed_for(*parts)
+    random.seed(value)
+    torch.manual_seed(value)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(value % 2**32)
+
+
+@contextmanager
+def seeded(*parts: int | str):
+    """Seed the global generators from `parts` inside the context, and leave them as they were."""
+    if get_worker_info() is not None:  # the generators of a worker serve nothing else
+        seed_all(*parts)
+        yield
+        return
+    numpy = sys.modules.get("numpy")
+    before = random.getstate(), numpy and numpy.random.get_state()
+    with torch.random.fork_rng():
+        seed_all(*parts)
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            if numpy:
+                numpy.random.set_state(before[1])
 
 
 @dataclass

@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +65,6 @@ def open_cache(
     folder: str,
     image_size: int,
     max_gb: float,
-    report: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
     num_workers: int | None = None,
 ) -> ImageCache:
     """Return the cache of these images below `folder`; one process of a node makes it where it is missing or torn.
@@ -91,7 +89,7 @@ def open_cache(
             try:
                 return ImageCache(str(path))
             except (OSError, ValueError, KeyError, TypeError) as error:
-                report(f"cache_images: {path} is torn ({error}): made again")
+                print(f"cache_images: {path} is torn ({error}): made again", file=sys.stderr)
                 shutil.rmtree(path)
         work = path.with_suffix(".partial")
         shutil.rmtree(work, ignore_errors=True)  # left by a process that was killed
@@ -114,22 +112,22 @@ def _build(splits: ImageSplits, items: list[ImageItem], work: Path, short_side: 
             places[item.name] = [total, rows, columns, height, width]
             total += rows * columns * 3
         _refuse_too_large(work.parent, total, max_gb)
-        with open(work / PIXELS, "wb") as file:
-            file.truncate(total)
-        memory = np.memmap(work / PIXELS, np.uint8, mode="r+")
-
-        def keep(item: ImageItem) -> None:
-            offset, rows, columns, *_ = places[item.name]
-            pixels = _shrunk(EncodedImage(splits.read(item), item.where), rows, columns)
-            memory[offset : offset + pixels.size] = pixels.reshape(-1)
-
-        for _ in tqdm(pool.map(keep, items), total=len(items), desc="caching", unit="image", disable=None):
-            pass
-        memory.flush()
-    (work / INDEX).write_text(json.dumps({"bytes": total, "images": places}), "utf-8")
-    for name in (PIXELS, INDEX):
-        with open(work / name, "rb+") as file:
+        with (
+            open(work / PIXELS, "wb") as file,
+            tqdm(total=len(items), desc="caching", unit="image", disable=None) as bar,
+        ):
+            for start in range(0, len(items), 256):  # so many at a time wait for the disk
+                part = items[start : start + 256]
+                for pixels in pool.map(lambda item: _shrunk(splits, item, *places[item.name][1:3]), part):
+                    file.write(pixels)
+                    bar.update()
+            assert file.tell() == total
+            file.flush()
             os.fsync(file.fileno())
+    with open(work / INDEX, "w", encoding="utf-8") as file:
+        json.dump({"bytes": total, "images": places}, file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _sizes(image: EncodedImage, short_side: int) -> tuple[int, int, int, int]:
@@ -138,7 +136,8 @@ def _sizes(image: EncodedImage, short_side: int) -> tuple[int, int, int, int]:
     return round(image.height * factor), round(image.width * factor), image.height, image.width
 
 
-def _shrunk(image: EncodedImage, rows: int, columns: int) -> np.ndarray:
+def _shrunk(splits: ImageSplits, item: ImageItem, rows: int, columns: int) -> np.ndarray:
+    image = EncodedImage(splits.read(item), item.where)
     shrink = next(part for part in (8, 4, 2, 1) if part == 1 or image.height >= rows * part)
     pixels = image.pixels(shrink)
     if pixels.shape[:2] == (rows, columns):

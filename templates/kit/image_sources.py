@@ -84,8 +84,8 @@ def find_images(
         else:
             found = _folder_splits(data_dir, files, ignored)
         label_names = sorted({label for _, label, _ in found.get("train", ())})
-        if ignored:
-            kinds = ", ".join(f"{kind} ({count})" for kind, count in sorted(ignored.items()))
+        if +ignored:
+            kinds = ", ".join(f"{kind} ({count})" for kind, count in sorted((+ignored).items()))
             notes.append(f"ignored in {data_dir}: {kinds}")
     where = dataset_name if data_dir is None else data_dir
     if len(label_names) < 2:
@@ -319,7 +319,7 @@ class ScanReport:
     bad: dict[str, str]  # {name: why it cannot be used}
     odd: dict[str, str]  # {name: what is unusual}, used all the same
     duplicates: list[list[str]]  # groups of files with the same bytes
-    leaks: list[list[str]]  # the groups of which not all are in the same split
+    leaks: list[list[str]]  # the groups of which not all are in the same split; a carved validation counts as train
 
 
 def scan(splits: ImageSplits, num_workers: int | None = None) -> ScanReport:
@@ -340,7 +340,8 @@ def scan(splits: ImageSplits, num_workers: int | None = None) -> ScanReport:
             if digest:
                 same.setdefault(digest, []).append(item.name)
     parts = {"train": splits.train, "validation": splits.validation, "test": splits.test}
-    split_of = {item.name: split for split, part in parts.items() for item in part}
+    side = {"validation": "train"} if splits.source["validation_carved"] else {}
+    split_of = {item.name: side.get(split, split) for split, part in parts.items() for item in part}
     duplicates = [names for names in same.values() if len(names) > 1]
     leaks = [names for names in duplicates if len({split_of[name] for name in names}) > 1]
     return ScanReport(len(items), bad, odd, duplicates, leaks)

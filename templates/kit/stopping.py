@@ -3,9 +3,11 @@
 Imports nothing heavy: `catch_signals` has to run before the slow imports of a script.
 """
 
+import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from datetime import timedelta
 
@@ -160,10 +162,25 @@ class Stopper:
             self.reason = f"max_train_time of {self.max_train_time:g} s is up"
 
 
-def ignore_signals(worker_id: int) -> None:
-    """Let a data-loading worker (as its `worker_init_fn`) live until its training process has saved.
+def begin_worker(worker_id: int) -> None:
+    """Make a data-loading worker (as its `worker_init_fn`) live as long as its training process, and no longer.
 
-    A scheduler or a terminal signals every process of a job, workers too.
+    A scheduler or a terminal signals every process of a job, workers too, though the training process still needs
+    batches until it has saved; and where workers are forked by a server they do not see their trainer die.
     """
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    trainer = multiprocessing.parent_process()
+    threading.Thread(target=_end_with, args=(trainer,), daemon=True).start()
+    if hasattr(signal, "sigwaitinfo"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        threading.Thread(target=_obey_only, args=(trainer.pid,), daemon=True).start()
+
+
+def _end_with(trainer) -> None:
+    trainer.join()
+    os._exit(1)
+
+
+def _obey_only(pid: int) -> None:
+    while signal.sigwaitinfo(SIGNALS).si_pid != pid:
+        pass
+    os._exit(0)

@@ -1,15 +1,12 @@
 """Where a run happens: the Accelerator, its processes, threads and precision, and one line about each."""
 
 import os
-import random
-import sys
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 
-from kit.batches import seed_for
 from kit.settings import UserError
 
 
@@ -121,14 +118,3 @@ def on_main(accelerator, function, *arguments):
     if answer[1] is not None:
         raise UserError(answer[1])
     return answer[0]
-
-
-def seed_step(seed: int, step: int, process_index: int) -> None:
-    """Seed every generator that dropout or own code may draw from, from (seed, step, process): nothing to save."""
-    value = seed_for(seed, "step", step, process_index)
-    random.seed(value)
-    torch.manual_seed(value)
-    if "numpy" in sys.modules:
-        import numpy
-
-        numpy.random.seed(value % 2**32)

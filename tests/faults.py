@@ -1,0 +1,123 @@
+"""Faults that a test plants into one start of a run: each function gets the template's module before `main`.
+
+What a fault needs to know (which rank, which call) stands in the environment variable FAULT as JSON.
+"""
+
+import json
+import os
+import signal
+import time
+
+
+def _options() -> dict:
+    return {"rank": 0, "call": 1} | json.loads(os.environ.get("FAULT", "{}"))
+
+
+def _is_here() -> bool:
+    return int(os.environ.get("RANK", "0")) == _options()["rank"]
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _before(owner, name: str, action, after: bool = False) -> None:
+    """Let `owner.name` do `action()` at its Nth call in the chosen process, before or after its own work."""
+    original, calls = getattr(owner, name), []
+
+    def replaced(*arguments, **keywords):
+        calls.append(1)
+        is_now = _is_here() and len(calls) == _options()["call"]
+        if is_now and not after:
+            action()
+        result = original(*arguments, **keywords)
+        if is_now and after:
+            action()
+        return result
+
+    setattr(owner, name, replaced)
+
+
+def die_in_window(template) -> None:
+    _before(template, "weighted_loss", _die)
+
+
+def die_while_saving(template) -> None:
+    from kit import checkpoints
+
+    _before(checkpoints, "save_file", _die, after=True)
+
+
+def die_before_rename(template) -> None:
+    from kit import checkpoints
+
+    _before(checkpoints.os, "replace", _die)
+
+
+def die_in_evaluation(template) -> None:
+    _before(template, "gather_in_order", _die)
+
+
+def die_after_evaluation(template) -> None:
+    _before(template, "note_evaluation", _die, after=True)
+
+
+def die_in_export(template) -> None:
+    _before(template, "export", _die, after=True)
+
+
+def signal_in_evaluation(template) -> None:
+    _before(template, "gather_in_order", lambda: None)
+    original = template.Stopper.poll
+    calls = []
+
+    def poll(self, step=None, *values):
+        if step is None and _is_here():
+            calls.append(1)
+            if len(calls) == _options()["call"]:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, step, *values)
+
+    template.Stopper.poll = poll
+
+
+def raise_in_window(template) -> None:
+    def fail():
+        raise KeyError("the true cause")
+
+    _before(template, "weighted_loss", fail)
+
+
+def hang_in_window(template) -> None:
+    _before(template, "weighted_loss", lambda: time.sleep(600))
+
+
+def slow_steps(template) -> None:
+    original = template.seed_all
+
+    def replaced(*arguments):
+        time.sleep(0.05)
+        return original(*arguments)
+
+    template.seed_all = replaced
+
+
+def slow_data(template) -> None:
+    original = template.load_data
+
+    def replaced(settings):
+        time.sleep(8 if _is_here() else 0)
+        return original(settings)
+
+    template.load_data = replaced
+
+
+def not_finite_loss(template) -> None:
+    original, calls = template.weighted_loss, []
+
+    def replaced(*arguments):
+        calls.append(1)
+        loss = original(*arguments)
+        return loss * float("nan") if _is_here() and len(calls) == _options()["call"] else loss
+
+    template.weighted_loss = replaced
