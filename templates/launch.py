@@ -52,8 +52,8 @@ def check_devices(profile: dict, num_processes: int, num_machines: int, name: st
         )
     if num_processes > 1 and not starts_several:
         raise UserError(
-            f"{name} starts one process (distributed_type {profile['distributed_type']}), {num_processes} are asked for:"
-            " use PROFILE=multi_cpu or PROFILE=multi_gpu"
+            f"{name} starts one process (distributed_type {profile['distributed_type']}), {num_processes} are asked"
+            " for: use PROFILE=multi_cpu or PROFILE=multi_gpu"
         )
     local = num_processes // num_machines
     if num_devices and not profile.get("use_cpu") and local > num_devices:

@@ -124,6 +124,12 @@ class Settings:
     """Seconds that a process waits for the others before it gives up."""
 
 
+def is_greater_better(settings: Settings) -> bool:
+    """Return the direction of the metric that decides on the best model."""
+    is_loss = settings.metric_for_best_model == "loss"
+    return not is_loss if settings.greater_is_better is None else settings.greater_is_better
+
+
 # ---------------------------------------------------------------------------------------------------------- data
 
 
@@ -203,7 +209,9 @@ def evaluation_loader(settings: Settings, rows, collate, num_processes: int):
 def build_model(settings: Settings, label_names: tuple[str, ...]):
     """Return the tokenizer and the model with a new classification layer, the same on every process."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # they load and write in moments, and every process would draw one
     names = {
         "id2label": dict(enumerate(label_names)),
         "label2id": {name: i for i, name in enumerate(label_names)},
@@ -216,7 +224,7 @@ def build_model(settings: Settings, label_names: tuple[str, ...]):
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"model_name_or_path {settings.model_name_or_path}: cannot be loaded ({one_line(error)[:200]}). Three ways on:"
+            f"model_name_or_path {settings.model_name_or_path}: cannot be loaded ({one_line(error)[:200]}). Ways on:"
             " a folder with a saved model, a cache (HF_HOME) filled on a machine with a network, or `make demo`"
         ) from error
     if settings.gradient_checkpointing:
@@ -244,9 +252,14 @@ def build_optimizer(settings: Settings, model, total_steps: int):
 # ---------------------------------------------------------------------------------------------- loss and evaluation
 
 
+def forward(model, batch: dict) -> torch.Tensor:
+    """Return the logits [batch, classes] in fp32."""
+    return model(**batch["inputs"]).logits.float()
+
+
 def weighted_loss(logits: torch.Tensor, label: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return the cross entropy summed over the samples: the loop divides once, by the samples of the whole step."""
-    return (F.cross_entropy(logits.float(), label, reduction="none") * weight).sum()
+    return (F.cross_entropy(logits, label, reduction="none") * weight).sum()
 
 
 @torch.no_grad()
@@ -313,14 +326,12 @@ def main(settings: Settings) -> None:
     num_processes, process_index = accelerator.num_processes, accelerator.process_index
 
     # Data
-    with one_at_a_time("text_classification"):  # the first process of a node does the work, the others find it cached
+    with one_at_a_time("data"):  # the first process of a node does the work, the others find it cached
         splits = load_data(settings)
     if on_main(accelerator, check_run_directory, settings, splits.source["sha256"]) == "done":
-        accelerator.print(
-            f"{settings.output_dir} is done: see run.json, or give --overwrite_output_dir true to run again"
-        )
+        accelerator.print(f"{settings.output_dir} is done; to run it again: --overwrite_output_dir true")
         return
-    with one_at_a_time("text_classification"):
+    with one_at_a_time("data"):
         tokenizer, model = build_model(settings, splits.label_names)
         train, validation, test = (
             split and tokenize(split, tokenizer, splits.text_columns, settings.max_length)
@@ -337,10 +348,6 @@ def main(settings: Settings) -> None:
         lengths=train["length"],
     )
     collate = PadToLongest(tokenizer)
-
-    greater_is_better = settings.greater_is_better
-    if greater_is_better is None:
-        greater_is_better = settings.metric_for_best_model != "loss"
 
     # Model, optimizer, schedule
     optimizer, schedule = build_optimizer(settings, model, total_steps)
@@ -359,9 +366,8 @@ def main(settings: Settings) -> None:
     stop = Stopper(accelerator, settings.max_train_time, settings.ddp_timeout)
     with stop, RunDirectory(accelerator, settings, facts) as run:
         # Resume
-        warmup_steps = round(settings.warmup_ratio * total_steps)
-        peak = f"up to {settings.learning_rate:g} at step {warmup_steps}"
-        run.introduce(f"{settings.lr_scheduler_type}, {peak}, end at step {total_steps}", splits.notes)
+        peak = f"{settings.learning_rate:g} at step {round(settings.warmup_ratio * total_steps)}"
+        run.introduce(f"{settings.lr_scheduler_type}, up to {peak}, end at step {total_steps}", splits.notes)
         progress = Progress()
         if checkpoint := run.choose_checkpoint():
             checkpoints.restore(checkpoint, **state)
@@ -382,8 +388,8 @@ def main(settings: Settings) -> None:
                 if predicted is not None:
                     scores = score(accelerator, predicted, "eval")
                     run.log(step, **scores)
-                    metric = scores[f"eval_{settings.metric_for_best_model}"]
-                    note_evaluation(progress, metric, greater_is_better)
+                    metric = settings.metric_for_best_model
+                    note_evaluation(progress, scores[f"eval_{metric}"], is_greater_better(settings))
             is_impatient = 0 < (settings.early_stopping_patience or 0) <= progress.evaluations_without_improvement
             is_over = step == total_steps or is_impatient
             is_save_due = is_due(step, settings.checkpointing_steps, sampler) or progress.best_step == step
@@ -406,8 +412,7 @@ def main(settings: Settings) -> None:
                 batch = next(batches)
                 is_last = micro_batch == window.num_micro_batches - 1
                 with nullcontext() if is_last else accelerator.no_sync(model):  # one exchange of gradients per step
-                    logits = model(**batch["inputs"]).logits
-                    loss = weighted_loss(logits, batch["label"], batch["weight"])
+                    loss = weighted_loss(forward(model, batch), batch["label"], batch["weight"])
                     # DDP averages over the processes and backward() divides by the accumulation: undo both, so that
                     # the gradient is that of the mean over the whole step, however it is split.
                     undo = num_processes * accelerator.gradient_accumulation_steps

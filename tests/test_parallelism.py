@@ -61,6 +61,8 @@ CASES = {  # number of processes: {name: command line}
         "ddp from scratch, 5 samples": "ddp_from_scratch --num_samples 5 --global_batch_size 4",
         "ddp": "ddp",
         "ddp, small buckets": "ddp --bucket_cap_mb 0.004",
+        "ddp, fp16": "ddp --comm_hook fp16",
+        "ddp, bf16": "ddp --comm_hook bf16",
         "ddp, 5 samples": "ddp --num_samples 5 --global_batch_size 4",
         "ddp, 7 samples": "ddp --num_samples 7 --global_batch_size 4",
         "ddp accumulation": "ddp_accumulation --micro_batch_size 2",
@@ -124,7 +126,8 @@ def method_of(name: str) -> str:
     return next(cases[name] for cases in CASES.values() if name in cases).split()[0]
 
 
-TRAINED = [name for cases in CASES.values() for name in cases if name not in REFUSED]
+APPROXIMATE = ("ddp, fp16", "ddp, bf16")
+TRAINED = [name for cases in CASES.values() for name in cases if name not in (*REFUSED, *APPROXIMATE)]
 
 
 def settings_of(name: str):
@@ -336,6 +339,17 @@ def test_what_is_sent_and_stored_is_what_the_cost_model_predicts(results, name):
             assert stored == pytest.approx(getattr(predicted, kind), rel=0.01), kind
 
 
+@pytest.mark.parametrize("name", APPROXIMATE)
+def test_compression_halves_the_bytes_and_keeps_the_processes_equal(results, name):
+    whole, half = (sum(size for _, size in results[key][0]["collectives"][-1]) for key in ("ddp", name))
+    assert half == whole / 2
+    first, second = (process["gradients"][-1] for process in results[name])
+    exact = results["ddp"][0]["gradients"][-1]
+    assert all(torch.equal(gradient, second[key]) for key, gradient in first.items())
+    errors = [(first[key] - exact[key]).abs().max() / exact[key].abs().max() for key in exact]
+    assert 1e-5 < max(errors) < 3e-2  # not exact: so the hook was at work
+
+
 def test_zero_stores_its_share(results):
     """Optimizer state from stage 1, gradients from 2: half on each of two processes."""
     whole = results["ddp"][0]["memory"][-1]
@@ -501,6 +515,14 @@ def test_the_scripts_have_the_same_sections_in_the_same_order_and_stay_short():
         assert found == ["data", "model and optimizer", "loop", "result"], method
         assert len(text.splitlines()) <= 150, method
         assert ast.get_docstring(ast.parse(text)).count("\n\n") == 2, f"{method}: what, command, expected"
+
+
+def test_the_readme_names_every_script_and_shows_small_pictures_that_are_there():
+    text = (FOLDER / "README.md").read_text()
+    assert [method for method in METHODS if f"{method}.py" not in text and f"`{method}`" not in text] == []
+    pictures = re.findall(r"\]\((pictures/\w+\.png)\)", text)
+    assert len(pictures) == 4
+    assert all((FOLDER / picture).stat().st_size < 300_000 for picture in pictures)
 
 
 def test_the_backend_follows_the_devices():

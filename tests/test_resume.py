@@ -47,7 +47,9 @@ MOMENTS = [
 
 @pytest.mark.parametrize(("fault", "call", "moment"), MOMENTS, ids=[f"{name}-{call}" for name, call, _ in MOMENTS])
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_killed_at_that_moment_the_run_goes_on_exactly(num_processes, fault, call, moment, settings, unbroken, tmp_path):
+def test_killed_at_that_moment_the_run_goes_on_exactly(
+    num_processes, fault, call, moment, settings, unbroken, tmp_path
+):
     output_dir = tmp_path / "run"
     here = settings | {"output_dir": str(output_dir), "num_workers": 2 if fault == "die_in_window" else 0}
     world = World(num_processes, here, patches=[f"faults:{fault}"], environment={"FAULT": json.dumps({"call": call})})

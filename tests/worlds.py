@@ -43,7 +43,15 @@ def _child(template: str, settings: dict, environment: dict, log: str, patches: 
 class World:
     """Processes that run one template together."""
 
-    def __init__(self, num_processes: int, settings: dict, template="text_classification", patches=(), environment=(), start_method="fork"):
+    def __init__(
+        self,
+        num_processes: int,
+        settings: dict,
+        template="text_classification",
+        patches=(),
+        environment=(),
+        start_method="fork",
+    ):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -64,7 +72,9 @@ class World:
                     "MASTER_ADDR": "127.0.0.1",
                     "MASTER_PORT": str(port),
                 }
-            process = CONTEXT.Process(target=_child, args=(template, settings, variables, str(log), list(patches), start_method))
+            process = CONTEXT.Process(
+                target=_child, args=(template, settings, variables, str(log), list(patches), start_method)
+            )
             process.start()
             self.processes.append(process)
 

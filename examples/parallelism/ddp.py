@@ -3,7 +3,7 @@
     torchrun --nproc_per_node 2 examples/parallelism/ddp.py [--bucket_cap_mb 0.2] [--comm_hook fp16]
 
 Expected: the losses of problem.py with one collective for each bucket; half the bytes with fp16 or bf16
-compression, and then losses that agree to about three digits.
+compression, and then gradients that agree to about three digits.
 """
 
 import time

@@ -17,20 +17,18 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# What a process sends for a collective on a tensor of `size` bytes among n processes, by the usual ring
-# algorithms. The size is that of the whole tensor: the output of a gather, the input of a reduce-scatter.
+# What a process sends for a collective on a tensor of `size` bytes among n processes, by the ring algorithms (of
+# nccl, say). The size is the whole tensor's: the output of a gather, the input of a reduce-scatter. The counters
+# of the loopback interface agree within 2 % on gloo, but for reduce_scatter: gloo sends an all-reduce for it.
 BYTES_SENT: dict[str, Callable[[float, int], float]] = {
     "all_reduce": lambda size, n: 2 * size * (n - 1) / n,
     "all_gather": lambda size, n: size * (n - 1) / n,
     "reduce_scatter": lambda size, n: size * (n - 1) / n,
-    "broadcast": lambda size, n: (
-        size * (n - 1) / n
-    ),  # on average: the source sends, each of the others receives once
+    "broadcast": lambda size, n: size * (n - 1) / n,  # on average
     "scatter": lambda size, n: size * (n - 1) / n,
     "send": lambda size, n: size,
 }
-# Operators of torch -> the collective. What only waits, or receives what another process sends, is not
-# listed.
+# Operators of torch -> the collective. What only waits or receives is not listed.
 OPERATORS = {
     "c10d::allreduce_": "all_reduce",
     "c10d::allgather_": "all_gather",

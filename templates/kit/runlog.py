@@ -105,6 +105,7 @@ class RunDirectory:
             "command": sys.argv,
             "versions": {"python": platform.python_version()} | _versions(),
             "git_commit": _git_commit(),
+            "profile": {name: value for name, value in os.environ.items() if name.startswith(("ACCELERATE_", "FSDP_"))},
             "numbers": numbers_in_force(self.settings),
             **self.facts,
         }
@@ -234,11 +235,11 @@ class RunDirectory:
         if self._bar is not None:
             self._bar.close()
             self._log.close()
-        outcome = {"status": "done" if error is None else "stopped"}
+        outcome = {"status": "done" if error is None else "stopped", "peak_memory_gb": _peak_memory_gb()}
         if error is not None and not is_stop:
             time.sleep(0.5)  # a process that failed before this one may be leaving its note
             causes = [path.read_text("utf-8") for path in sorted(self.path.glob(".failed_process_*"))]
-            outcome = {
+            outcome |= {
                 "status": "failed",
                 "cause": (causes or [f"{kind.__name__}: {one_line(error)}"])[0],
                 "traceback": "".join(traceback.format_exception(kind, error, trace)),
@@ -295,6 +296,20 @@ def _versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def _peak_memory_gb() -> float | None:
+    """Return the most memory of this process: of its GPU, else of the host; None where it cannot be asked."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 2**30
+    if os.name != "posix":
+        return None
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS, in kB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def _git_commit() -> str | None:
