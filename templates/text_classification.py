@@ -22,6 +22,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from accelerate.utils import recursively_apply, send_to_device
 from jsonargparse.typing import (
     ClosedUnitInterval,
     NonNegativeFloat,
@@ -34,6 +35,7 @@ from jsonargparse.typing import (
 from kit import checkpoints
 from kit.batches import EvaluationSampler, StepSampler, build_loader, seed_all
 from kit.evaluation import Progress, gather_in_order, is_due, note_evaluation
+from kit.memory import MemoryGuard, half_of, largest_that_fits
 from kit.runlog import RunDirectory, check_run_directory
 from kit.settings import UserError, exit_codes, one_line, parse_settings
 from kit.tables import TextSplits, check_text_sources, read_text_splits
@@ -76,8 +78,8 @@ class Settings:
     """Total number of optimizer steps; overrides num_train_epochs."""
     global_batch_size: PositiveInt = 32
     """Samples in one optimizer step, over all processes. The accumulation is derived from it."""
-    micro_batch_size: PositiveInt = 16
-    """Samples in one forward pass on one process: as many as fit into memory."""
+    micro_batch_size: PositiveInt | Literal["auto"] = 16
+    """Samples in one forward pass on one process: as many as fit into memory. auto finds out."""
     eval_batch_size: PositiveInt = 32
     """Samples in one forward pass of an evaluation."""
     learning_rate: NonNegativeFloat = 5e-5
@@ -295,6 +297,43 @@ def score(accelerator, predicted: dict[str, torch.Tensor], prefix: str) -> dict[
     return {f"{prefix}_{name}": value for name, value in on_main(accelerator, compute).items()}
 
 
+# -------------------------------------------------------------------------------------------------------- memory
+
+
+def find_micro_batch_size(accelerator, model, loader, sampler: StepSampler, stop: Stopper) -> int:
+    """Return the largest micro-batch whose forward and backward pass fits on every process; changes nothing."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]  # a forward pass moves batch statistics
+    optimizer_state = [torch.empty_like(p) for p in model.parameters() for _ in range(2)]  # AdamW makes it later
+
+    def fits(size: int) -> bool:
+        rows = [loader.dataset[sample] for sample in sampler.heaviest(size)]
+        with MemoryGuard(is_on=True) as guard, accelerator.no_sync(model):
+            batch = send_to_device(loader.collate_fn(rows), accelerator.device)
+            accelerator.backward(weighted_loss(forward(model, batch), batch["label"], batch["weight"]))
+        fitted = not guard.ran_out
+        model.zero_grad()
+        guard.reset()
+        return fitted
+
+    model.train()
+    found = largest_that_fits(stop, fits, sampler.largest_share)
+    del optimizer_state
+    for buffer, before in buffers:
+        buffer.copy_(before)
+    return found
+
+
+def ran_out_of_memory(accelerator, model, batch: dict, guard: MemoryGuard, stop: Stopper) -> bool:
+    """Return whether memory ran out in this step on any process: then its gradient is worth nothing."""
+    if guard.ran_out and accelerator.num_processes > 1:
+        # The others wait in the exchange of gradients: take part, with one sample.
+        one = recursively_apply(lambda value: value[:1], batch)
+        accelerator.backward(weighted_loss(forward(model, one), one["label"], one["weight"]))
+    ran_out = stop.on_any_process(guard.ran_out)
+    guard.reset()
+    return ran_out
+
+
 # ---------------------------------------------------------------------------------------------------------- main
 
 HOW_TO_LOAD = """from transformers import pipeline
@@ -341,7 +380,7 @@ def main(settings: Settings) -> None:
     sampler = StepSampler(
         num_samples=len(train),
         global_batch_size=settings.global_batch_size,
-        micro_batch_size=settings.micro_batch_size,
+        micro_batch_size=1 if settings.micro_batch_size == "auto" else settings.micro_batch_size,
         num_processes=num_processes,
         seed=settings.seed,
         total_steps=total_steps,
@@ -374,6 +413,13 @@ def main(settings: Settings) -> None:
             progress = Progress(**checkpoints.read_document(checkpoint, "progress"))
         run.start_log(progress.step, total_steps, sampler.steps_per_epoch)
         writer = checkpoints.CheckpointWriter(run.path / "checkpoints", settings.checkpoints_total_limit)
+        guard = MemoryGuard(is_on=settings.micro_batch_size == "auto")
+        if guard.is_on:
+            if progress.micro_batch_size is None:
+                progress.micro_batch_size = find_micro_batch_size(accelerator, model, train_loader, sampler, stop)
+            sampler.micro_batch_size = progress.micro_batch_size
+            run.record(batch=sampler.describe())
+            run.say(f"memory     micro-batches of {sampler.micro_batch_size} fit: {sampler.describe()['arithmetic']}")
         sampler.start_step = progress.step
         batches = iter(train_loader)
         num_samples, seconds = 0, 0.0  # since the last training line
@@ -408,16 +454,26 @@ def main(settings: Settings) -> None:
             seed_all(settings.seed, "step", step, process_index)  # dropout: nothing to save, nothing to restore
             window = sampler.window(step)
             loss_sum = torch.zeros((), device=accelerator.device)
+            # DDP averages over the processes and backward() divides by the accumulation: undo both, so that the
+            # gradient is that of the mean over the whole step, however it is split.
+            scale = num_processes * accelerator.gradient_accumulation_steps / window.num_samples
             for micro_batch in range(window.num_micro_batches):
                 batch = next(batches)
                 is_last = micro_batch == window.num_micro_batches - 1
-                with nullcontext() if is_last else accelerator.no_sync(model):  # one exchange of gradients per step
+                with (
+                    guard,
+                    nullcontext() if is_last else accelerator.no_sync(model),
+                ):  # one exchange of gradients a step
                     loss = weighted_loss(forward(model, batch), batch["label"], batch["weight"])
-                    # DDP averages over the processes and backward() divides by the accumulation: undo both, so that
-                    # the gradient is that of the mean over the whole step, however it is split.
-                    undo = num_processes * accelerator.gradient_accumulation_steps
-                    accelerator.backward(loss * undo / window.num_samples)
-                loss_sum += loss.detach()
+                    accelerator.backward(loss * scale)
+                    loss_sum += loss.detach()
+            if guard.is_on and ran_out_of_memory(accelerator, model, batch, guard, stop):
+                sampler.micro_batch_size = progress.micro_batch_size = half_of(sampler.micro_batch_size)
+                run.say(f"memory     ran out at step {step}: again with micro-batches of {sampler.micro_batch_size}")
+                optimizer.zero_grad()
+                sampler.start_step = progress.step
+                batches = iter(train_loader)
+                continue
             grad_norm = accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm or float("inf"))
             if progress.skipped_steps < settings.skip_nonfinite_steps and not grad_norm.isfinite():
                 progress.skipped_steps += 1

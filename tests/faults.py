@@ -121,3 +121,18 @@ def not_finite_loss(template) -> None:
         return loss * float("nan") if _is_here() and len(calls) == _options()["call"] else loss
 
     template.weighted_loss = replaced
+
+
+def limited_memory(template) -> None:
+    """Let a forward pass of more than `limit` samples (after `after` passes: of `then`) raise as a device would."""
+    options = _options()
+    original, calls = template.forward, []
+
+    def replaced(model, batch):
+        calls.append(1)
+        limit = options["then"] if len(calls) > options.get("after", 10**9) and _is_here() else options["limit"]
+        if len(batch["label"]) > limit:
+            raise template.torch.OutOfMemoryError("CUDA out of memory (planted)")
+        return original(model, batch)
+
+    template.forward = replaced

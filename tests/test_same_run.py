@@ -1,6 +1,7 @@
 """The promise: one recipe and one seed give the same run on any number of processes, with any micro-batch."""
 
 import pytest
+
 import worlds
 from worlds import largest_difference, numbers, run, same_weights
 

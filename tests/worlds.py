@@ -4,6 +4,7 @@ A fork server imports the libraries; each process of a world is forked from it i
 environment that torchrun would give it. Every wait has a time limit.
 """
 
+import contextlib
 import importlib
 import json
 import multiprocessing
@@ -96,7 +97,8 @@ class World:
 
     def signal(self, number: int, rank: int | None = None) -> None:
         for process in self.processes if rank is None else [self.processes[rank]]:
-            os.kill(process.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+                os.kill(process.pid, number)
 
     def wait_for(self, condition, limit: float = LIMIT) -> None:
         """Wait until `condition()` holds while the processes run."""

@@ -139,6 +139,11 @@ class StepSampler(Sampler):
         largest_share = -(-num_samples // self.num_processes)
         return Window(-(-largest_share // self.micro_batch_size), num_samples)
 
+    @property
+    def largest_share(self) -> int:
+        """The most samples that one process has in a step."""
+        return -(-min(self.global_batch_size, self.num_samples) // self.num_processes)
+
     def samples(self, step: int) -> list[int]:
         """Return the indices of all samples of a step (from 1), over all processes."""
         start = (step - 1) % self.steps_per_epoch * self.global_batch_size
@@ -148,10 +153,16 @@ class StepSampler(Sampler):
         """Return the indices of the samples of a step (from 1) that fall to one process; may be empty."""
         return self.samples(step)[process :: self.num_processes]
 
+    def heaviest(self, count: int) -> list[Sample]:
+        """Return the samples that take most memory: the longest, where lengths are known."""
+        order = range(self.num_samples)
+        if self.lengths is not None:
+            order = torch.as_tensor(self.lengths).argsort(descending=True, stable=True).tolist()
+        return [Sample(index, 0, 1.0) for index in order[:count]]
+
     def describe(self) -> dict:
         """Return the batch arithmetic, for the banner and run.json."""
-        window, share = self.window(1), -(-self.window(1).num_samples // self.num_processes)
-        size = min(share, self.micro_batch_size)
+        window, size = self.window(1), min(self.largest_share, self.micro_batch_size)
         parts = [
             (self.num_processes, "process", "processes"),
             (window.num_micro_batches, "micro-batch", "micro-batches"),
@@ -161,6 +172,7 @@ class StepSampler(Sampler):
         return {
             "arithmetic": f"{window.num_samples} = {counted} x {'' if is_even else 'up to '}{size}",
             "global_batch_size": self.global_batch_size,
+            "micro_batch_size": self.micro_batch_size,
             "micro_batches_per_step": window.num_micro_batches,
             "steps_per_epoch": self.steps_per_epoch,
             "samples_in_last_step_of_epoch": self.window(self.steps_per_epoch).num_samples,

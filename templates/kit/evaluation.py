@@ -17,6 +17,7 @@ class Progress:
     best_metric: float | None = None
     evaluations_without_improvement: int = 0
     skipped_steps: int = 0
+    micro_batch_size: int | None = None  # what `auto` found to fit
 
 
 def note_evaluation(progress: Progress, metric: float, greater_is_better: bool) -> bool:

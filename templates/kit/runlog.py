@@ -77,7 +77,8 @@ class RunDirectory:
         self.path, self.is_main = Path(settings.output_dir), accelerator.is_main_process
         # What has to be the same for a checkpoint to go on from, and what may change if it is said.
         numbers = numbers_in_force(settings) | {"data": facts["data"]["sha256"]}
-        self.identity = json.loads(json.dumps({"numbers": numbers, "world": facts["world"]}))
+        world = {name: value for name, value in facts["world"].items() if name != "summary"}
+        self.identity = json.loads(json.dumps({"numbers": numbers, "world": world}))
         self._bar = self._log = self._lock = None
 
     # -- begin -------------------------------------------------------------------------------------------------------
@@ -156,7 +157,7 @@ class RunDirectory:
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(f"{line}\n" for line in kept), "utf-8")
         os.replace(temporary, path)
-        self._log = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed in __exit__)
+        self._log = open(path, "a", encoding="utf-8")  # closed in __exit__
         # A bar belongs on a terminal; in a file every refresh would be one more line.
         self._bar = tqdm(total=total_steps, initial=step, unit="step", disable=not sys.stderr.isatty())
 

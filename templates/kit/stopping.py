@@ -102,6 +102,16 @@ class Stopper:
         self._read()
         return self.reason
 
+    def on_any_process(self, flag: bool) -> bool:
+        """Return whether `flag` is true on any process; waits for the others, but not for their devices."""
+        import torch
+        import torch.distributed as dist
+
+        flags = torch.tensor([flag], dtype=torch.int64)
+        if self.is_shared:
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
+        return bool(flags.item())
+
     def raise_if_failed(self, sampler) -> None:
         """Raise `FloatingPointError` on all processes if any number up to now is not finite; waits for the answer."""
         self.settle()
