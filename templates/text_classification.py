@@ -444,7 +444,7 @@ def main(settings: Settings) -> None:
                 progress.saved_step = step
                 if accelerator.is_main_process:
                     documents = {"progress": asdict(progress), "run": run.identity}
-                    writer.save(checkpoints.snapshot(step, documents=documents, **state), progress.best_step)
+                    writer.save(step, state, documents, progress.best_step)
             if is_over or stop.reason:
                 break
 
@@ -529,7 +529,7 @@ def main(settings: Settings) -> None:
                 scores = score(accelerator, predicted, "test")
                 run.log(step, **scores)
                 results |= scores
-        run.record(results=results)
+        run.record(results=results, checkpoint_stalls_in_seconds=writer.stalls)
         run.write_card(f"{settings.model_name_or_path}, fine-tuned to classify text", results, HOW_TO_LOAD)
         run.say(f"done       {run.path}: the model with the best {settings.metric_for_best_model} is in best/")
     accelerator.end_training()

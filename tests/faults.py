@@ -136,3 +136,15 @@ def limited_memory(template) -> None:
         return original(model, batch)
 
     template.forward = replaced
+
+
+def full_disk(template) -> None:
+    """After the first checkpoint no file may grow beyond 40 kB, as with `ulimit -f`."""
+    import resource
+
+    from kit import checkpoints
+
+    def fill() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+
+    _before(checkpoints, "prune", fill, after=True)

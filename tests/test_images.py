@@ -22,7 +22,7 @@ from PIL import Image, ImageOps
 from torch.utils.data import DataLoader
 
 from kit import image_cache, images
-from kit.batches import Sample
+from kit.batches import Sample, WeightedSamples
 from kit.image_cache import open_cache
 from kit.image_sources import class_from_name, find_images, leave_out, scan
 from kit.images import Box, EncodedImage, ImageDataset, centre_box, decode, random_box, resized_crop
@@ -52,6 +52,11 @@ def make_pets(folder: Path, breeds=("Abyssinian", "great_pyrenees"), count: int 
         for number in range(1, count + 1):
             photo(seed=100 * label + number).save(folder / f"{breed}_{number}.jpg", quality=90)
     return folder
+
+
+def seen(dataset: ImageDataset, index: int = 0, epoch: int = 0) -> dict:
+    """Return an item as the loader of a training run would hand it out."""
+    return WeightedSamples(dataset, seed=0)[Sample(index, epoch, 1.0)]
 
 
 def names(items) -> list[str]:
@@ -126,7 +131,7 @@ def test_an_epoch_over_every_mode_has_one_shape(tmp_path):  # report 26
     splits = find_images(data_dir=str(tmp_path), validation_fraction=0.4)
     assert len(splits.train) + len(splits.validation) == 13
     dataset = ImageDataset(sorted(splits), 32, training=True)
-    batch = next(iter(DataLoader(dataset, batch_sampler=[[Sample(i, 0, 1.0) for i in range(13)]])))
+    batch = next(iter(DataLoader(dataset, batch_size=13)))
     assert batch["image"].shape == (13, 3, 32, 32) and batch["image"].dtype == torch.uint8
     assert batch["label"].dtype == torch.int64
 
@@ -175,7 +180,7 @@ def test_a_turned_photo_is_cropped_upright(tmp_path):
     for training in (False, True):
         both = []
         for item in items:  # index 0 twice, so that both get the same crop
-            both.append(ImageDataset([item], 64, training=training)[Sample(0, 3, 1.0)]["image"].int())
+            both.append(seen(ImageDataset([item], 64, training=training), 0, epoch=3)["image"].int())
         assert (both[0] - both[1]).abs().float().mean() < 1.5
 
 
@@ -247,11 +252,11 @@ def test_a_large_photo_is_decoded_small_and_looks_the_same(tmp_path, monkeypatch
     dataset = ImageDataset([images.ImageItem("big_1.jpg", 0, str(tmp_path / "big_1.jpg"))], 200)
     shrinks, pixels_of = [], EncodedImage.pixels
     monkeypatch.setattr(EncodedImage, "pixels", lambda self, shrink: shrinks.append(shrink) or pixels_of(self, shrink))
-    small = dataset[Sample(0, 0, 1.0)]["image"].int()
+    small = dataset[0]["image"].int()
     assert shrinks == [4], "the box is 1312 pixels wide: a quarter is still more than 200, an eighth is not"
     assert pixels_of(EncodedImage((tmp_path / "big_1.jpg").read_bytes(), ""), 4).shape == (375, 500, 3)
     monkeypatch.setattr(EncodedImage, "pixels", lambda self, shrink: pixels_of(self))
-    assert (small - dataset[Sample(0, 0, 1.0)]["image"].int()).abs().float().mean() < 1.5
+    assert (small - dataset[0]["image"].int()).abs().float().mean() < 1.5
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 3000), (3000, 1), (6000, 20), (2, 2)])
@@ -262,7 +267,7 @@ def test_one_pixel_sides_and_panoramas_can_be_used(tmp_path, size):
     for training in (False, True):
         for index in (0, 1):
             for epoch in range(3):
-                sample = ImageDataset(items, 48, training=training)[Sample(index, epoch, 1.0)]
+                sample = seen(ImageDataset(items, 48, training=training), index, epoch)
                 assert sample["image"].shape == (3, 48, 48)
 
 
@@ -275,7 +280,7 @@ def test_a_box_of_less_than_a_pixel_of_a_smaller_copy_is_one_pixel():
 
 def test_augmentation_depends_on_seed_epoch_and_sample_alone(tmp_path):  # report 33
     splits = find_images(data_dir=str(make_pets(tmp_path, count=8)))
-    dataset = ImageDataset(splits.train, 24, training=True, seed=5)
+    dataset = WeightedSamples(ImageDataset(splits.train, 24, training=True), seed=5)
     plan = [[Sample(i, epoch, 1.0) for i in range(start, start + 7)] for epoch in (0, 1) for start in (0, 7)]
 
     def pictures(plan, num_workers: int, dataset=dataset) -> dict:
@@ -292,17 +297,17 @@ def test_augmentation_depends_on_seed_epoch_and_sample_alone(tmp_path):  # repor
     alone = pictures(plan, 0)
     assert len(alone) == 28 == len(set(alone.values())), "two samples or epochs look the same"
     assert pictures(plan, 2) == alone
-    one_file = ImageDataset(splits.train[:1] * 14, 24, training=True, seed=5)
+    one_file = WeightedSamples(ImageDataset(splits.train[:1] * 14, 24, training=True), seed=5)
     assert len(set(pictures(plan, 0, one_file).values())) == 28, "samples share their crops"
     assert pictures(plan[::-1], 1) == alone, "the place in the order matters"
-    assert pictures(plan, 0, ImageDataset(splits.train, 24, training=True, seed=6)) != alone
-    evaluated = pictures(plan, 0, ImageDataset(splits.train, 24))
+    assert pictures(plan, 0, WeightedSamples(dataset.dataset, seed=6)) != alone
+    evaluated = pictures(plan, 0, WeightedSamples(ImageDataset(splits.train, 24), seed=5))
     assert all(evaluated[i, 0] == evaluated[i, 1] for i in range(14)), "evaluation must not be random"
 
 
 def test_random_crops_have_the_areas_and_aspects_asked_for():
-    draw = random.Random(0)
-    boxes = [random_box(300, 400, (0.25, 0.64), (0.5, 2.0), draw) for _ in range(4000)]
+    random.seed(0)
+    boxes = [random_box(300, 400, (0.25, 0.64), (0.5, 2.0)) for _ in range(4000)]
     areas = np.array([box.height * box.width / 120_000 for box in boxes])
     aspects = np.array([box.width / box.height for box in boxes])
     assert 0.245 < areas.min() < 0.26 and 0.62 < areas.max() < 0.645
@@ -316,17 +321,17 @@ def test_half_of_the_pictures_are_mirrored(tmp_path):
     dataset = ImageDataset(
         [images.ImageItem("a", 0, str(tmp_path / "a_1.png"))], 40, True, scale=(1, 1), ratio=(1.5, 1.5)
     )
-    plain = dataset[Sample(0, 0, 1.0)]["image"]
-    seen = [dataset[Sample(0, epoch, 1.0)]["image"] for epoch in range(200)]
-    same = sum(torch.equal(image, plain) for image in seen)
-    assert sum(torch.equal(image, plain.flip(-1)) for image in seen) == 200 - same
+    plain = seen(dataset)["image"]
+    images_seen = [seen(dataset, 0, epoch)["image"] for epoch in range(200)]
+    same = sum(torch.equal(image, plain) for image in images_seen)
+    assert sum(torch.equal(image, plain.flip(-1)) for image in images_seen) == 200 - same
     assert 70 < same < 130
 
 
 def test_the_dataset_works_in_spawned_workers(tmp_path):  # report 52
     splits = find_images(data_dir=str(make_pets(tmp_path / "data")))
     cache = open_cache(splits, str(tmp_path / "cache"), 24, max_gb=1)
-    dataset = ImageDataset(splits.train, 24, training=True, cache=cache)
+    dataset = WeightedSamples(ImageDataset(splits.train, 24, training=True, cache=cache), seed=0)
     pickle.loads(pickle.dumps((splits, dataset)))
     assert len(pickle.dumps(cache)) < 500, "the pixels travel with the pickle"
     plan = [[Sample(0, 0, 1.0), Sample(1, 0, 0.0)]]
@@ -552,7 +557,7 @@ def test_a_hub_dataset_keeps_the_bytes_and_the_classes_as_they_are(tmp_path, mon
     assert splits.label_names == ("zebra", "ant"), "the order of the dataset is its contract"
     assert {splits.read(item) for item in splits} == set(stored)
     dataset = ImageDataset(splits.train, 16, tables=splits.tables)
-    assert pickle.loads(pickle.dumps(dataset))[Sample(0, 0, 1.0)]["image"].shape == (3, 16, 16)
+    assert pickle.loads(pickle.dumps(dataset))[0]["image"].shape == (3, 16, 16)
     assert not scan(splits).bad and scan(splits).num_images == 8
     with pytest.raises(UserError, match="no column 'image' or 'kind' among photo, kind"):
         find_images(dataset_name=str(tmp_path / "hub"), image_column="image")
@@ -576,8 +581,7 @@ def spoil(data: Path) -> list[str]:
 def test_a_bad_file_stops_training_with_its_path(tmp_path, num_workers):  # report 27
     bad = spoil(make_pets(tmp_path))
     items = [item for item in find_images(data_dir=str(tmp_path)) if item.name in bad]
-    plan = [[Sample(index, 0, 1.0)] for index in range(3)]
-    batches = iter(DataLoader(ImageDataset(items, 16, training=True), batch_sampler=plan, num_workers=num_workers))
+    batches = iter(DataLoader(ImageDataset(items, 16, training=True), batch_size=1, num_workers=num_workers))
     for item in items:
         with pytest.raises(UserError, match=str(tmp_path / item.name)):
             next(batches)
@@ -689,7 +693,7 @@ def test_the_cache_shows_the_same_crops(tmp_path):
         for training in (False, True):
             plain, cached = (ImageDataset(items, size, training=training, cache=kept) for kept in (None, cache))
             for index in range(len(items)):
-                one, other = (dataset[Sample(index, 1, 1.0)]["image"].int() for dataset in (plain, cached))
+                one, other = (seen(dataset, index, epoch=1)["image"].int() for dataset in (plain, cached))
                 assert (one - other).abs().float().mean() <= tolerance
 
 
@@ -846,7 +850,7 @@ def test_the_odd_files_of_the_real_pets_are_used(tmp_path):
         "Abyssinian_5.jpg": "PNG named .jpg, mode RGBA",
     }
     dataset = ImageDataset(sorted(splits), 32, training=True)
-    assert all(dataset[Sample(i, 0, 1.0)]["image"].shape == (3, 32, 32) for i in range(len(dataset)))
+    assert all(dataset[i]["image"].shape == (3, 32, 32) for i in range(len(dataset)))
 
 
 @needs_pets

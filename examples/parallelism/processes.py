@@ -135,6 +135,7 @@ def run(
             if world.rank == 0:
                 record.report()
                 record.save(Path(settings.output_dir or Path("outputs") / Path(script).stem), settings)
+            dist.barrier()  # nobody leaves while process 0 still writes
     except UserError as error:
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"{script}: {error}", file=sys.stderr)

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# What a process sends for a collective on a tensor of `size` bytes among n processes, by the ring algorithms (of
-# nccl, say). The size is the whole tensor's: the output of a gather, the input of a reduce-scatter. The counters
-# of the loopback interface agree within 2 % on gloo, but for reduce_scatter: gloo sends an all-reduce for it.
+# What a process sends for a collective on a tensor of `size` bytes among n processes, by the ring algorithms
+# (nccl's, say). The size is the whole tensor's: the output of a gather, the input of a reduce-scatter. On gloo
+# the counters of the loopback interface agree within 2 %, but for reduce_scatter: it sends an all-reduce.
 BYTES_SENT: dict[str, Callable[[float, int], float]] = {
     "all_reduce": lambda size, n: 2 * size * (n - 1) / n,
     "all_gather": lambda size, n: size * (n - 1) / n,

@@ -26,7 +26,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision import transforms
 
-from kit.batches import Sample
+from kit.batches import Sample, WeightedSamples
 from kit.image_cache import open_cache
 from kit.image_sources import find_images
 from kit.images import ImageDataset
@@ -102,7 +102,7 @@ def main() -> None:
             def batches(epoch):
                 samples = [Sample(index, epoch, 1.0) for index in range(len(items))]
                 cut = [samples[start : start + BATCH] for start in range(0, len(items), BATCH)]
-                return DataLoader(dataset, batch_sampler=cut)
+                return DataLoader(WeightedSamples(dataset, seed=0), batch_sampler=cut)
 
             return batches
 

@@ -93,8 +93,12 @@ def seeded(*parts: int | str):
         return
     numpy = sys.modules.get("numpy")
     before = random.getstate(), numpy and numpy.random.get_state()
-    with torch.random.fork_rng():
-        seed_all(*parts)
+    with torch.random.fork_rng(devices=[]):  # data are loaded on the CPU: the devices' generators are left alone
+        value = seed_for(*parts)
+        random.seed(value)
+        torch.default_generator.manual_seed(value)
+        if numpy:
+            numpy.random.seed(value % 2**32)
         try:
             yield
         finally:
@@ -108,7 +112,9 @@ class StepSampler(Sampler):
     """Batch sampler of a whole training run: steps 1 to `total_steps`, of `global_batch_size` samples each.
 
     The last step of an epoch holds the samples that are left. `lengths` (one per sample) puts samples of like length
-    into the same step. Set `start_step` to the number of steps already done before iterating: nothing is replayed.
+    into the same step. A micro-batch of fewer than `min_micro_batch_size` is filled up with samples of weight 0, of its
+    step and then of others: BatchNorm needs company, and no sample is lost whatever the number of processes.
+    Set `start_step` to the number of steps already done before iterating: nothing is replayed.
     """
 
     num_samples: int
@@ -118,6 +124,7 @@ class StepSampler(Sampler):
     seed: int
     total_steps: int
     lengths: Sequence[int] | None = None
+    min_micro_batch_size: int = 1
     start_step: int = 0
 
     def __post_init__(self):
@@ -160,6 +167,13 @@ class StepSampler(Sampler):
             order = torch.as_tensor(self.lengths).argsort(descending=True, stable=True).tolist()
         return [Sample(index, 0, 1.0) for index in order[:count]]
 
+    def num_fillers(self, step: int) -> int:
+        """Return how many samples of weight 0 a step (from 1) is filled up with, over all processes."""
+        starts = range(0, self.window(step).num_micro_batches * self.micro_batch_size, self.micro_batch_size)
+        shares = [len(self.share(step, process)) for process in range(self.num_processes)]
+        sizes = [min(max(share - start, 0), self.micro_batch_size) for share in shares for start in starts]
+        return sum(max(self.min_micro_batch_size - size, 0) for size in sizes)
+
     def describe(self) -> dict:
         """Return the batch arithmetic, for the banner and run.json."""
         window, size = self.window(1), min(self.largest_share, self.micro_batch_size)
@@ -193,10 +207,21 @@ class StepSampler(Sampler):
         for step in range(self.start_step + 1, self.total_steps + 1):
             epoch = self.epoch_of(step)
             shares = [self.share(step, process) for process in range(self.num_processes)]
-            filler = [Sample(shares[0][0], epoch, 0.0)]
             for start in range(0, self.window(step).num_micro_batches * self.micro_batch_size, self.micro_batch_size):
                 for share in shares:
-                    yield [Sample(i, epoch, 1.0) for i in share[start : start + self.micro_batch_size]] or filler
+                    real = share[start : start + self.micro_batch_size]
+                    filler = self._fillers(step, real)
+                    yield [Sample(i, epoch, 1.0) for i in real] + [Sample(i, epoch, 0.0) for i in filler]
+
+    def _fillers(self, step: int, real: list[int]) -> list[int]:
+        """Return the samples that fill up a micro-batch: of the same step, then of the steps after it, in a circle."""
+        missing = self.min_micro_batch_size - len(real)
+        if missing <= 0:
+            return []
+        order, start = self._epoch_order(self.epoch_of(step)), (step - 1) % self.steps_per_epoch * self.global_batch_size
+        near = torch.cat([order[start:], order[:start]])[: missing + len(real)].tolist()
+        others = [index for index in near if index not in real] or real
+        return (others * missing)[:missing]
 
     def _epoch_order(self, epoch: int) -> torch.Tensor:
         """Return the order of an epoch, an int64 tensor [num_samples]; the last one is kept."""

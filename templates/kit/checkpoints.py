@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,21 +98,29 @@ def _join_tensors(rest, tensors: dict[str, torch.Tensor]):
 
 
 class CheckpointWriter:
-    """Writes snapshots into `folder` in the background, at most one at a time; only process 0 should own one.
+    """Writes checkpoints into `folder` in the background, at most one at a time; only process 0 should save.
 
     After each, the oldest are pruned so that `total_limit` are left (None: all), never the newest nor the best.
+    `stalls` holds, for each, the seconds for which the training loop stood still.
     """
 
     def __init__(self, folder: Path, total_limit: int | None = None):
         self.folder, self.total_limit = folder, total_limit
+        self.stalls: list[float] = []
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def save(self, snap: Snapshot, best_step: int | None = None) -> None:
-        """Start to write a snapshot; wait first for the one before, and raise what went wrong with it."""
+    def save(self, step: int, state: dict, documents: dict, best_step: int | None) -> None:
+        """Copy `state` (the arguments of `snapshot`) to host memory and start to write it.
+
+        Waits first for the one before, and raises what went wrong with it.
+        """
+        began = time.perf_counter()
         self.finish()
+        snap = snapshot(step, documents=documents, **state)
         self._thread = threading.Thread(target=self._run, args=(snap, best_step), name="checkpoint")
         self._thread.start()
+        self.stalls.append(time.perf_counter() - began)
 
     def finish(self) -> None:
         """Wait until everything is on disk. Raises `MachineError` with path and cause if it could not be written."""

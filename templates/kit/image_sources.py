@@ -1,6 +1,7 @@
 """Find labelled images in the forms people have them, split them reproducibly, and check every file."""
 
 import hashlib
+import json
 import os
 import re
 import unicodedata
@@ -125,6 +126,46 @@ def carve(items: list[ImageItem], fraction: float, seed: int) -> tuple[list[Imag
         count = min(max(round(len(ranks) * fraction), 1), len(ranks) - 1)
         chosen |= {name for _, name in sorted(ranks)[:count]}
     return [item for item in items if item.name not in chosen], [item for item in items if item.name in chosen]
+
+
+def check_images(splits: ImageSplits, folder: Path, skip_bad_images: bool) -> ImageSplits:
+    """Return the splits without the images that cannot be decoded, or raise `UserError` that names them.
+
+    What a scan found is kept in `folder`, under the names, sizes and times of the files (or the fingerprint of a hub
+    dataset): the other processes of a node, and the next start, need not decode everything again.
+    """
+    items = list(splits)
+    marks = [(item.name, *_mark(item, splits.tables)) for item in items]
+    digest = hashlib.sha256(repr(marks).encode("utf-8", "surrogateescape")).hexdigest()
+    path = folder / f"scan-{digest[:32]}.json"
+    if path.exists():
+        bad = json.loads(path.read_text("utf-8"))
+    else:
+        bad = scan(splits).bad
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(bad), "utf-8")
+        temporary.replace(path)
+    if not bad:
+        return splits
+    if skip_bad_images:
+        return leave_out(splits, bad)
+    shown = [*list(bad.values())[:5], *([f"and {len(bad) - 5} more"] if len(bad) > 5 else [])]
+    raise UserError(
+        f"{len(bad)} of {len(items)} images cannot be used: {'; '.join(shown)}. Take them out (make check-data lists"
+        " all), or leave them out of this run with --skip_bad_images true"
+    )
+
+
+def _mark(item: ImageItem, tables: dict) -> tuple:
+    """Return what changes when an image's bytes do."""
+    if not isinstance(item.place, str):
+        return (tables[item.place[0]]._fingerprint, item.place[1])
+    try:
+        stat = os.stat(item.place)
+    except OSError as error:
+        raise UserError(f"{item.place}: cannot be read ({error.strerror})") from error
+    return (item.place, stat.st_size, stat.st_mtime_ns)
 
 
 def leave_out(splits: ImageSplits, bad: Iterable[str]) -> ImageSplits:

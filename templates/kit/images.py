@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from kit.batches import Sample, seed_for
 from kit.settings import UserError
 
 if TYPE_CHECKING:
@@ -149,17 +148,18 @@ class Box(NamedTuple):
     width: int
 
 
-def random_box(
-    height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float], draw: random.Random
-) -> Box:
-    """Return a random part of the area (`scale`) and aspect (`ratio`, log-uniform): torchvision's RandomResizedCrop."""
+def random_box(height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float]) -> Box:
+    """Return a random part of the area (`scale`) and aspect (`ratio`, log-uniform): torchvision's RandomResizedCrop.
+
+    Drawn from Python's global generator.
+    """
     for _ in range(10):
-        area = height * width * (scale[0] + (scale[1] - scale[0]) * draw.random())
+        area = height * width * (scale[0] + (scale[1] - scale[0]) * random.random())
         low, high = math.log(ratio[0]), math.log(ratio[1])
-        aspect = math.exp(low + (high - low) * draw.random())
+        aspect = math.exp(low + (high - low) * random.random())
         h, w = round(math.sqrt(area / aspect)), round(math.sqrt(area * aspect))
         if 0 < h <= height and 0 < w <= width:
-            return Box(int(draw.random() * (height - h + 1)), int(draw.random() * (width - w + 1)), h, w)
+            return Box(int(random.random() * (height - h + 1)), int(random.random() * (width - w + 1)), h, w)
     w = min(width, max(1, round(height * ratio[1])))
     h = min(height, max(1, round(width / ratio[0])))
     return Box((height - h) // 2, (width - w) // 2, h, w)
@@ -188,13 +188,13 @@ def resized_crop(
 class ImageDataset(Dataset):
     """Images as uint8 [3, image_size, image_size] in RGB, a quarter of the bytes of floats; the device normalises them.
 
-    With `training`, crop and flip are drawn from (seed, epoch, index) alone. Otherwise the centre is taken. Picklable.
+    With `training`, crop and flip are drawn from Python's global generator, which `kit.batches.build_loader` seeds from
+    (seed, epoch, sample). Otherwise the centre is taken. Picklable.
     """
 
     items: list[ImageItem]
     image_size: int
     training: bool = False
-    seed: int = 0
     scale: tuple[float, float] = (0.08, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     crop_pct: float = 0.875
@@ -205,18 +205,17 @@ class ImageDataset(Dataset):
     def __len__(self) -> int:
         return len(self.items)
 
-    def __getitem__(self, sample: Sample) -> dict:
-        item, size = self.items[sample.index], self.image_size
+    def __getitem__(self, index: int) -> dict:
+        item, size = self.items[index], self.image_size
         cached = self.cache and self.cache[item.name]
         image = cached or EncodedImage(read_image(item, self.tables), item.where)
         if self.training:
-            draw = random.Random(seed_for(self.seed, "augmentation", sample.epoch, sample.index))
-            box = random_box(image.height, image.width, self.scale, self.ratio, draw)
-            flip = draw.random() < 0.5
+            box = random_box(image.height, image.width, self.scale, self.ratio)
+            flip = random.random() < 0.5
         else:
             box, flip = centre_box(image.height, image.width, self.crop_pct), False
         # decode at 1/2, 1/4 or 1/8 where the crop still has as many pixels as are wanted
         shrink = next(part for part in (8, 4, 2, 1) if part == 1 or min(box.height, box.width) >= size * part)
         pixels = resized_crop(image.pixels(shrink), (image.height, image.width), box, size, self.interpolation)
         pixels = pixels.flip(-1) if flip else pixels
-        return {"image": pixels, "label": item.label, "sample_id": sample.index, "weight": sample.weight}
+        return {"image": pixels, "label": item.label}

@@ -16,8 +16,8 @@ EXIT_MISTAKE = 2
 # Settings that may differ between two starts of one run: they move no number beyond rounding.
 NEUTRAL = frozenset(
     "output_dir overwrite_output_dir resume_from_checkpoint micro_batch_size eval_batch_size num_workers logging_steps"
-    " checkpointing_steps checkpoints_total_limit max_train_time ddp_timeout gradient_checkpointing torch_compile"
-    " cache_images".split()
+    " checkpointing_steps checkpoints_total_limit max_train_time ddp_timeout gradient_checkpointing"
+    " torch_compile".split()
 )
 
 # Names that people bring from other training scripts, where the near match would not help.
@@ -59,7 +59,10 @@ def exit_codes():
 
 
 def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+    text = str(error)
+    if text.startswith("Caught "):  # in a data-loading worker: torch puts that process's traceback into the message
+        text = text.rsplit(f"{type(error).__name__}: ", 1)[-1]
+    return " ".join(text.split())
 
 
 def parse_settings(settings_class, description: str, args: list[str] | None = None):

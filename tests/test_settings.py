@@ -1,0 +1,120 @@
+"""A mistake costs one line that names the value, the place and the cure."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from conftest import TEMPLATES
+from kit.settings import NEUTRAL, UserError, parse_settings, save_settings
+from text_classification import Settings
+
+MISTAKES = {
+    "--learning_rte 3": "unknown option learning_rte (command line): did you mean learning_rate?",
+    "--learning 3": "did you mean learning_rate?",  # no abbreviations
+    "--learning-rate 3": "did you mean learning_rate?",
+    "--gradient_accumulation_steps 0": "it is derived from global_batch_size",
+    "--gradient_accumulation_steps -1": "it is derived from global_batch_size",
+    "--batch_size 0": "set global_batch_size (one step) and micro_batch_size",
+    "--global_batch_size 0": "'0' is not a whole number > 0 (command line)",
+    "--micro_batch_size x": "micro_batch_size: 'x' is not a whole number > 0 or one of auto",
+    "--num_train_epochs -1": "num_train_epochs: '-1' is not a whole number > 0",
+    "--num_train_epochs 1.5": "num_train_epochs: '1.5' is not a whole number",
+    "--learning_rate nan": "learning_rate: 'nan' is not a number >= 0",
+    "--learning_rate inf": "learning_rate: inf is not a finite number",
+    "--learning_rate=": "learning_rate: '' is not a number",
+    "--seed": "argument --seed: expected one argument",
+    "--validation_fraction 1": "is not a number > 0 and < 1",
+    "--lr_scheduler_type reduce_lr_on_plateau": "is not one of linear, cosine, constant_with_warmup, constant",
+    "--mixed_precision bf17": "'bf17' is not one of no, fp16, bf16",
+    "--text_columns sentence1": "is not a list such as '[a, b]'",
+    "--overwrite_output_dir maybe": "is not true or false",
+    "sentence1": "stands alone on the command line",
+    "--num_processes 2": "it belongs to the launcher",
+}
+
+
+@pytest.mark.parametrize(("arguments", "words"), MISTAKES.items())
+def test_a_mistake_on_the_command_line_is_one_line(arguments, words):
+    with pytest.raises(UserError) as caught:
+        parse_settings(Settings, "", arguments.split())
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+RECIPES = {
+    "learning_rte: 1": "unknown option learning_rte (recipe {}): did you mean learning_rate?",
+    "seed: -1": "seed: '-1' is not a whole number >= 0 (recipe {})",
+    "mixed_precision: no": "is not one of no, fp16, bf16 (recipe {}); quote it in YAML: 'no'",
+    "- a": "recipe {}: ",
+    "a: [1": "recipe {}: ",
+    "": "recipe {}: ",
+}
+
+
+@pytest.mark.parametrize(("text", "words"), RECIPES.items())
+def test_a_mistake_in_a_recipe_names_the_recipe(text, words, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text)
+    with pytest.raises(UserError) as caught:
+        parse_settings(Settings, "", ["--config", str(recipe)])
+    assert words.format(recipe) in str(caught.value)
+
+
+def test_a_missing_recipe_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"--config: .*nothing\.yaml"):
+        parse_settings(Settings, "", ["--config", str(tmp_path / "nothing.yaml")])
+
+
+def test_the_command_line_wins_over_the_recipe_and_that_over_the_default(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("seed: 1\nlearning_rate: 1e-3\n")
+    settings = parse_settings(Settings, "", ["--seed", "2", "--config", str(tmp_path / "recipe.yaml")])
+    assert settings.learning_rate == 1e-3, "1e-3 is a text to PyYAML"
+    assert settings.max_length == 128
+    assert settings.mixed_precision is None, "unset never overrides the profile"
+    settings = parse_settings(Settings, "", ["--config", str(tmp_path / "recipe.yaml"), "--seed", "2"])
+    assert settings.seed == 2
+    assert settings.sources == ["defaults", str(tmp_path / "recipe.yaml"), "command line"]
+
+
+def test_saved_settings_are_read_again_the_same(tmp_path):
+    settings = Settings(text_columns=["a", "b ä"], mixed_precision="no", learning_rate=1e-5, max_train_steps=7)
+    save_settings(settings, tmp_path / "settings.yaml")
+    assert parse_settings(Settings, "", ["--config", str(tmp_path / "settings.yaml")]) == settings
+    assert yaml.safe_load((tmp_path / "settings.yaml").read_text("utf-8"))["mixed_precision"] == "no"
+
+
+def test_names_that_may_change_between_starts_exist_in_a_template():
+    texts = [path.read_text("utf-8") for path in sorted(TEMPLATES.glob("*_classification.py"))]
+    assert texts
+    for name in NEUTRAL:
+        assert any(f"    {name}:" in text for text in texts), name
+
+
+def test_help_and_mistakes_import_nothing_heavy(tmp_path):
+    """The script itself, as a user starts it: what it had imported when it answered."""
+    script = TEMPLATES / "text_classification.py"
+    heavy = "{'transformers', 'datasets', 'evaluate', 'timm', 'torchvision', 'sklearn', 'pandas'}"
+    probe = (
+        "import atexit, runpy, sys; sys.argv = sys.argv[1:]; sys.path.insert(0, sys.argv.pop());"
+        f"atexit.register(lambda: print('heavy', {heavy} & set(sys.modules)));"
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    wrong = tmp_path / "with a space"
+    for arguments, code, words in (
+        (["--help"], 0, "Peak learning rate of AdamW."),
+        (["--seed", "x"], 2, "error: seed: 'x'"),
+        (["--train_file", str(wrong / "no.csv")], 2, "error: train_file: "),
+        (["--train_file", str(script)], 2, "is of no kind that is read"),
+        (["--model_name_or_path", str(wrong), "--train_file", __file__], 2, "error: "),
+    ):
+        command = [sys.executable, "-c", probe, str(script), *arguments, str(TEMPLATES)]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+        assert answer.returncode == code, answer.stderr
+        assert words in answer.stdout + answer.stderr
+        assert "heavy set()" in answer.stdout
+        if code:
+            assert len(answer.stderr.strip().splitlines()) == 1, answer.stderr
+    assert Path(script).exists()
