@@ -174,6 +174,11 @@ def load_data(settings: Settings) -> TextSplits:
     )
 
 
+def describe_labels(label_names: tuple[str, ...]) -> str:
+    f1 = f"f1 is of {label_names[1]}" if len(label_names) == 2 else "f1 is the mean over the labels"
+    return f"labels {', '.join(label_names[:20])}{', ...' if len(label_names) > 20 else ''}; {f1}"
+
+
 def tokenize(split, tokenizer, text_columns: tuple[str, ...], max_length: int):
     """Return the split as token ids and their `length`; cached beside the split under all that decides the result."""
 
@@ -406,7 +411,8 @@ def main(settings: Settings) -> None:
     with stop, RunDirectory(accelerator, settings, facts) as run:
         # Resume
         peak = f"{settings.learning_rate:g} at step {round(settings.warmup_ratio * total_steps)}"
-        run.introduce(f"{settings.lr_scheduler_type}, up to {peak}, end at step {total_steps}", splits.notes)
+        notes = [*splits.notes, describe_labels(splits.label_names)]
+        run.introduce(f"{settings.lr_scheduler_type}, up to {peak}, end at step {total_steps}", notes)
         progress = Progress()
         if checkpoint := run.choose_checkpoint():
             checkpoints.restore(checkpoint, **state)
@@ -477,7 +483,8 @@ def main(settings: Settings) -> None:
             grad_norm = accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm or float("inf"))
             if progress.skipped_steps < settings.skip_nonfinite_steps and not grad_norm.isfinite():
                 progress.skipped_steps += 1
-                run.say(f"step {step} is skipped ({progress.skipped_steps}): its gradient is not finite")
+                counted = f"{progress.skipped_steps} of at most {settings.skip_nonfinite_steps}"
+                run.say(f"step {step} is skipped ({counted}): its gradient is not finite")
                 stop.poll()
             else:
                 optimizer.step()
@@ -513,6 +520,7 @@ def main(settings: Settings) -> None:
         if accelerator.is_main_process:
             export(plain_model, tokenizer, run.path / "best")
         results = {
+            "skipped_steps": progress.skipped_steps,
             "best_step": progress.best_step,
             f"best_{settings.metric_for_best_model}": progress.best_metric,
         }

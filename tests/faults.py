@@ -148,3 +148,39 @@ def full_disk(template) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
 
     _before(checkpoints, "prune", fill, after=True)
+
+
+def count_tokenizing(template) -> None:
+    """Append a letter to the file COUNTER each time a split is really tokenized."""
+    original = template.tokenize
+
+    def replaced(split, tokenizer, *arguments):
+        def counting(*texts, **keywords):
+            with open(os.environ["COUNTER"], "a") as file:
+                file.write("x")
+            return tokenizer(*texts, **keywords)
+
+        counting.save_pretrained = tokenizer.save_pretrained
+        return original(split, counting, *arguments)
+
+    template.tokenize = replaced
+
+
+def worse_each_time(template) -> None:
+    original, calls = template.score, []
+
+    def replaced(accelerator, predicted, prefix):
+        scores = original(accelerator, predicted, prefix)
+        calls.append(1)
+        return scores | ({"eval_loss": float(len(calls))} if prefix == "eval" else {})
+
+    template.score = replaced
+
+
+def no_number(template) -> None:
+    original = template.score
+
+    def replaced(accelerator, predicted, prefix):
+        return original(accelerator, predicted, prefix) | {f"{prefix}_accuracy": float("nan")}
+
+    template.score = replaced

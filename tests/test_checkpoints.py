@@ -129,7 +129,7 @@ def test_a_torn_checkpoint_is_named_and_the_one_before_is_used(tear, tmp_path):
 def test_when_all_are_torn_it_is_said_and_nothing_starts_anew(tmp_path):
     for step in (1, 2):
         zero_bytes(save(tmp_path, step))
-    with pytest.raises(UserError, match="no complete checkpoint.*0 bytes.*--overwrite_output_dir true"):
+    with pytest.raises(UserError, match=r"no complete checkpoint.*0 bytes.*--overwrite_output_dir true"):
         choose(tmp_path, "auto")
 
 

@@ -121,7 +121,7 @@ def test_resumed_on_other_numbers_of_processes_it_is_the_same_run(settings, tiny
     still = settings | {"model_name_or_path": str(tiny / "bert_still"), "checkpointing_steps": 4}
     run(1, still | {"output_dir": str(tmp_path / "whole")})
     here = still | {"output_dir": str(tmp_path / "run")}
-    for num_processes, call in ((2, 4), (1, 9), (3, None)):
+    for num_processes, call in ((2, 11), (1, 12), (3, None)):
         fault = [] if call is None else ["faults:die_in_window"]
         patches = {"patches": fault, "environment": {"FAULT": json.dumps({"call": call})}}
         world = World(num_processes, here, **patches)

@@ -118,7 +118,7 @@ def train(settings: Settings, world: World, record: Record) -> Record:
                 schedule.step(*[tokens] * (world.rank == 0), target=labels, losses=losses)
                 step_loss = sum(losses, torch.zeros((), device=world.device))
             optimizer.step()
-            record.end_step(indices, step_loss)
+            record.end_step(indices if world.rank == 0 else [], step_loss)  # all have the same samples
             optimizer.zero_grad()
 
     # result

@@ -18,8 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # What a process sends for a collective on a tensor of `size` bytes among n processes, by the ring algorithms
-# (nccl's, say). The size is the whole tensor's: the output of a gather, the input of a reduce-scatter. On gloo
-# the counters of the loopback interface agree within 2 %, but for reduce_scatter: it sends an all-reduce.
+# (nccl's, say). The size is the whole tensor's: the output of a gather, the input of a reduce-scatter. The
+# counters of the loopback interface agree within 2 % on gloo, but for reduce_scatter: it sends an all-reduce.
 BYTES_SENT: dict[str, Callable[[float, int], float]] = {
     "all_reduce": lambda size, n: 2 * size * (n - 1) / n,
     "all_gather": lambda size, n: size * (n - 1) / n,
@@ -116,6 +116,7 @@ class Record(TorchDispatchMode):
             lambda: {name: whole(name, p.grad) for name, p in model.named_parameters() if p.grad is not None}
         )
         self._sharded = [name for name, p in model.named_parameters() if local(p) is not p]
+        self._weights = self._weight_storages()
         self._collectives = []  # those before the loop, of which DDP has a few, are no step's
         self._start = time.perf_counter()
 
@@ -144,7 +145,7 @@ class Record(TorchDispatchMode):
             self._hooks.__exit__(*error)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types):
+        if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # DTensor turns it into operators on local tensors, which come here again
         result = function(*args, **(kwargs or {}))
         if function.namespace in ("c10d", "_c10d_functional"):
@@ -170,6 +171,9 @@ class Record(TorchDispatchMode):
     def _use_activation(self, saved: "_Saved") -> Tensor:
         self._look_at_gathered()
         return saved.tensor
+
+    def _weight_storages(self) -> set[int]:
+        return {local(p).untyped_storage()._cdata for p in self._model.parameters()}
 
     def _look_at_gathered(self) -> None:
         """While fully_shard has gathered a layer, its parameters are plain tensors and no DTensors."""
@@ -243,7 +247,7 @@ class _Saved:
 
     def __init__(self, record: Record, tensor: Tensor) -> None:
         storage = local(tensor).untyped_storage()
-        weights = {local(p).untyped_storage()._cdata for p in record._model.parameters()}
+        weights = record._weight_storages() if record._sharded else record._weights
         self.tensor, self.record = tensor, record
         self.size = 0 if storage._cdata in weights else tensor.nbytes
         record._live_bytes += self.size

@@ -165,7 +165,7 @@ class StepSampler(Sampler):
         order = range(self.num_samples)
         if self.lengths is not None:
             order = torch.as_tensor(self.lengths).argsort(descending=True, stable=True).tolist()
-        return [Sample(index, 0, 1.0) for index in order[:count]]
+        return [Sample(index, 0, 1.0) for index in order[: max(count, self.min_micro_batch_size)]]
 
     def num_fillers(self, step: int) -> int:
         """Return how many samples of weight 0 a step (from 1) is filled up with, over all processes."""
@@ -218,7 +218,10 @@ class StepSampler(Sampler):
         missing = self.min_micro_batch_size - len(real)
         if missing <= 0:
             return []
-        order, start = self._epoch_order(self.epoch_of(step)), (step - 1) % self.steps_per_epoch * self.global_batch_size
+        order, start = (
+            self._epoch_order(self.epoch_of(step)),
+            (step - 1) % self.steps_per_epoch * self.global_batch_size,
+        )
         near = torch.cat([order[start:], order[:start]])[: missing + len(real)].tolist()
         others = [index for index in near if index not in real] or real
         return (others * missing)[:missing]

@@ -219,3 +219,46 @@ class ImageDataset(Dataset):
         pixels = resized_crop(image.pixels(shrink), (image.height, image.width), box, size, self.interpolation)
         pixels = pixels.flip(-1) if flip else pixels
         return {"image": pixels, "label": item.label}
+
+
+class BatchTransform:
+    """Turn a batch of bytes into what the model sees, on its device: normalised, and in training mixed.
+
+    `mean` and `std` [3] are of pixels from 0 to 1. `mixup` (arXiv 1710.09412) and `cutmix` (arXiv 1905.04899) are the
+    alpha of their Beta distribution, 0: not at all; with both, each batch gets one of them. They draw from PyTorch's
+    global generator, which a training loop seeds at each step. With mixing or smoothing, labels become shares of
+    classes, float [batch, classes].
+    """
+
+    def __init__(
+        self,
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+        *,
+        num_classes: int,
+        device: torch.device,
+        label_smoothing: float = 0.0,
+        mixup: float = 0.0,
+        cutmix: float = 0.0,
+    ):
+        self.mean, self.std = (255 * torch.tensor(value, device=device).view(3, 1, 1) for value in (mean, std))
+        self.label_smoothing, self.num_classes = label_smoothing, num_classes
+        self.layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
+        self.mixers = []
+        if mixup or cutmix:
+            from torchvision.transforms import v2
+
+            kinds = ((v2.MixUp, mixup), (v2.CutMix, cutmix))
+            self.mixers = [kind(alpha=alpha, num_classes=num_classes) for kind, alpha in kinds if alpha]
+
+    def __call__(self, batch: dict, training: bool = False) -> dict:
+        """Return the batch with `image` as float [batch, 3, height, width]."""
+        image, label = batch["image"].float().sub_(self.mean).div_(self.std), batch["label"]
+        image = image.contiguous(memory_format=self.layout)
+        if training and self.mixers:
+            place = int(torch.randint(len(self.mixers), ()))  # on the CPU: no device is waited for
+            image, label = self.mixers[place](image, label)
+        if training and self.label_smoothing:
+            shares = label if label.ndim == 2 else torch.nn.functional.one_hot(label, self.num_classes).float()
+            label = shares * (1 - self.label_smoothing) + self.label_smoothing / self.num_classes
+        return {**batch, "image": image, "label": label}

@@ -1,0 +1,126 @@
+"""How a run ends before its time: all processes together, nothing lost, nothing waiting."""
+
+import json
+import re
+import time
+
+import pytest
+
+from worlds import World, lines, numbers, run, same_weights
+
+
+def facts_of(output_dir) -> dict:
+    return json.loads((output_dir / "run.json").read_text("utf-8"))
+
+
+def test_an_exception_on_one_process_ends_all_with_the_true_cause(tiny_settings, tmp_path):
+    fault = {"FAULT": json.dumps({"rank": 1, "call": 6})}
+    settings = tiny_settings | {"output_dir": str(tmp_path / "run"), "ddp_timeout": 600.0}
+    began = time.monotonic()
+    world = World(2, settings, patches=["faults:raise_in_window"], environment=fault)
+    codes = world.wait(60)
+    assert time.monotonic() - began < 60
+    assert all(codes), codes
+    assert 'raise KeyError("the true cause")' in world.output(1)
+    facts = facts_of(tmp_path / "run")
+    assert (facts["status"], facts["cause"]) == ("failed", "process 1: KeyError: 'the true cause'")
+
+
+def test_a_process_that_hangs_is_left_after_the_timeout(tiny_settings, tmp_path):
+    fault = {"FAULT": json.dumps({"rank": 1, "call": 6})}
+    settings = tiny_settings | {"output_dir": str(tmp_path / "run"), "ddp_timeout": 4.0}
+    world = World(2, settings, patches=["faults:hang_in_window"], environment=fault)
+    world.processes[0].join(60)
+    assert world.processes[0].exitcode == 1, world.output(0)
+    assert re.search("[Tt]imed out", world.output(0))
+    world.kill()
+
+
+def test_long_data_preparation_is_not_a_timeout(tiny_settings, tmp_path):
+    settings = tiny_settings | {"output_dir": str(tmp_path / "run"), "ddp_timeout": 5.0, "max_train_steps": 1}
+    run(2, settings, patches=["faults:slow_data"])
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_time_limit_saves_and_stops_like_a_signal(num_processes, tiny_settings, tmp_path):
+    settings = tiny_settings | {"output_dir": str(tmp_path / "run"), "num_train_epochs": 100, "eval_steps": 500}
+    world = World(num_processes, settings | {"max_train_time": 0.01}, patches=["faults:slow_steps"])
+    assert world.wait() == [75] * num_processes, world.output()
+    facts = facts_of(tmp_path / "run")
+    assert (facts["status"], facts["cause"]) == ("stopped", "max_train_time of 0.01 s is up")
+    step = lines(tmp_path / "run", "loss")[-1]["step"]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step_{step:08d}"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_loss_that_is_not_finite_stops_all_and_names_step_process_and_samples(rank, tiny_settings, tmp_path):
+    fault = {"FAULT": json.dumps({"rank": rank, "call": 8})}  # two micro-batches a step: the second of step 4
+    settings = tiny_settings | {"output_dir": str(tmp_path / "run"), "checkpointing_steps": 3, "eval_steps": 100}
+    world = World(2, settings, patches=["faults:not_finite_loss"], environment=fault)
+    assert world.wait() == [1, 1], world.output()
+    message = facts_of(tmp_path / "run")["cause"]
+    found = re.search(r"the loss of process (\d) is not finite at step (\d+); samples of that step: \[(.*?)\]", message)
+    assert found, message
+    assert (int(found[1]), int(found[2])) == (rank, 4)
+    assert len(found[3].split(",")) == 4
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000003"]
+    run(2, settings)
+    run(2, settings | {"output_dir": str(tmp_path / "whole")})
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
+
+
+def test_steps_that_are_not_finite_can_be_skipped_together_and_are_counted(tiny_settings, tmp_path):
+    settings = tiny_settings | {"output_dir": str(tmp_path / "run"), "skip_nonfinite_steps": 1}
+    fault = {"FAULT": json.dumps({"rank": 1, "call": 8})}
+    world = run(2, settings, patches=["faults:not_finite_loss"], environment=fault)
+    assert "step 4 is skipped (1 of at most 1): its gradient is not finite" in world.output(0)
+    rows = lines(tmp_path / "run", "loss")
+    assert [row["step"] for row in rows] == list(range(1, 11))
+    assert rows[3]["loss"] is None
+    assert rows[3]["learning_rate"] == rows[2]["learning_rate"], "a skipped step leaves the schedule"
+    assert all(row["loss"] for row in rows if row["step"] != 4)
+    assert facts_of(tmp_path / "run")["results"]["skipped_steps"] == 1
+
+
+def test_more_steps_than_allowed_are_not_skipped(tiny_settings, tmp_path):
+    settings = tiny_settings | {"output_dir": str(tmp_path / "run"), "skip_nonfinite_steps": 2}
+    world = World(1, settings | {"learning_rate": 1e30, "max_grad_norm": 0.0})
+    assert world.wait() == [1], world.output()
+    assert "is not finite at step" in facts_of(tmp_path / "run")["cause"]
+
+
+def test_compiled_or_with_checkpointed_activations_it_is_the_same_run_and_the_same_keys(tiny, tiny_settings, tmp_path):
+    still = tiny_settings | {"model_name_or_path": str(tiny / "bert_still"), "checkpointing_steps": 4}
+    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    for name, options in (("plain", {}), ("compiled", compiled), ("checkpointed", {"gradient_checkpointing": True})):
+        run(1, still | options | {"output_dir": str(tmp_path / name)})
+    from worlds import largest_difference, weights
+
+    for name in ("compiled", "checkpointed"):
+        assert largest_difference(numbers(tmp_path / "plain"), numbers(tmp_path / name)) <= 1e-4
+        for folder in ("best", "final"):
+            assert weights(tmp_path / name / folder).keys() == weights(tmp_path / "plain" / folder).keys()
+    # Stopped plain, gone on compiled, then with checkpointed activations.
+    here = still | {"output_dir": str(tmp_path / "mixed")}
+    fault = {"FAULT": json.dumps({"call": 14})}
+    assert World(1, here, patches=["faults:die_in_window"], environment=fault).wait() == [-9]
+    assert World(1, here | compiled, patches=["faults:die_in_window"], environment=fault).wait() == [-9]
+    world = run(1, here | {"gradient_checkpointing": True})
+    assert "resume" in world.output()
+    assert largest_difference(numbers(tmp_path / "plain"), numbers(tmp_path / "mixed")) <= 1e-4
+
+
+def test_the_learning_rate_goes_on_where_it_was(tiny_settings, tmp_path):
+    settings = tiny_settings | {"warmup_ratio": 0.5, "checkpointing_steps": 2, "lr_scheduler_type": "cosine"}
+    run(2, settings | {"output_dir": str(tmp_path / "whole")})
+    for call in (7, 15):  # inside the warm-up and after it
+        here = settings | {"output_dir": str(tmp_path / f"run{call}")}
+        fault = {"FAULT": json.dumps({"call": call})}
+        World(2, here, patches=["faults:die_in_window"], environment=fault).wait()
+        run(2, here)
+        rates = [
+            [row["learning_rate"] for row in lines(folder, "loss")]
+            for folder in (tmp_path / f"run{call}", tmp_path / "whole")
+        ]
+        assert rates[0] == rates[1]
+        assert same_weights(tmp_path / f"run{call}" / "final", tmp_path / "whole" / "final")

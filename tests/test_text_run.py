@@ -1,0 +1,249 @@
+"""The text template from end to end: what it trains, scores, exports and leaves behind."""
+
+import csv
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import worlds
+from conftest import write_pairs
+from worlds import World, lines, numbers, run, same_weights, weights
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_settings, tmp_path_factory) -> Path:
+    """The run directory of a run on two processes, with two workers."""
+    output_dir = tmp_path_factory.mktemp("finished run") / "run"
+    world = run(2, tiny_settings | {"output_dir": str(output_dir), "num_workers": 2, "num_train_epochs": 3})
+    (output_dir / "screen.txt").write_text(world.output())
+    return output_dir
+
+
+def test_the_run_directory_is_as_promised(finished):
+    facts = json.loads((finished / "run.json").read_text("utf-8"))
+    assert facts["status"] == "done"
+    for name in ("versions", "git_commit", "profile", "world", "data", "batch", "seconds", "peak_memory_gb", "results"):
+        assert name in facts, name
+    assert facts["batch"]["total_steps"] == 15
+    assert facts["data"]["rows"] == {"train": 37, "validation": 13, "test": 11}
+    training = lines(finished, "loss")
+    assert [row["step"] for row in training] == list(range(1, 16)), "announced and done are the same"
+    assert set(training[0]) >= {"step", "epoch", "loss", "learning_rate", "grad_norm", "samples_per_second"}
+    assert training[-1]["learning_rate"] == 0.0, "the schedule ends where the run ends"
+    evaluations = lines(finished, "eval_loss")
+    assert [row["step"] for row in evaluations] == [5, 10, 15]
+    assert {row["eval_samples"] for row in evaluations} == {13}
+    assert lines(finished, "test_loss")[0]["test_samples"] == 11
+    assert not list(finished.glob(".failed*"))
+    assert "accuracy" in (finished / "README.md").read_text()
+
+
+def test_the_screen_says_everything_once(finished):
+    screen = (finished / "screen.txt").read_text()
+    assert screen.count("2 processes on 1 node, gloo, cpu") == 1
+    assert screen.count("8 = 2 processes x 2 micro-batches x up to 3") == 1
+    assert screen.count("\nstep ") <= 15 + 3 + 1
+    assert "forked" not in screen
+    assert "Warning" not in screen, screen
+
+
+def test_the_exported_model_loads_in_plain_transformers_and_scores_the_same(finished, tiny_settings):
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    facts = json.loads((finished / "run.json").read_text("utf-8"))
+    model, report = AutoModelForSequenceClassification.from_pretrained(finished / "best", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert not [name for name in weights(finished / "best") if "module." in name or "_orig_mod" in name]
+    assert model.config.id2label == {0: "0", 1: "1"}
+    tokenizer = AutoTokenizer.from_pretrained(finished / "best")
+    rows = [json.loads(line) for line in Path(tiny_settings["test_file"]).read_text().splitlines()]
+    right = 0
+    for row in rows:
+        encoded = tokenizer(row["sentence1"], row["sentence2"], truncation=True, max_length=48, return_tensors="pt")
+        with torch.no_grad():
+            right += model(**encoded).logits.argmax().item() == row["label"]
+    assert right / len(rows) == facts["results"]["test_accuracy"]
+
+
+@pytest.mark.parametrize("kind", ["hidden", "absent"])
+def test_a_test_split_without_labels_gets_predictions_in_its_order(kind, tiny, tiny_settings, tmp_path):
+    rows = [json.loads(line) for line in write_pairs(tmp_path / "test.jsonl", 11).read_text().splitlines()]
+    for row in rows:
+        row["label"] = -1
+        if kind == "absent":
+            del row["label"]
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = {}
+    for num_processes in (1, 2):
+        output_dir = tmp_path / f"run{num_processes}"
+        settings = tiny_settings | {"test_file": str(tmp_path / "test.jsonl"), "output_dir": str(output_dir)}
+        still = {"model_name_or_path": str(tiny / "bert_still"), "max_train_steps": 2}
+        world = run(num_processes, settings | still)
+        assert not lines(output_dir, "test_loss")
+        assert "test_accuracy" not in world.output()
+        found[num_processes] = list(csv.DictReader((output_dir / "predictions.csv").open()))
+    assert [row["index"] for row in found[1]] == [str(i) for i in range(11)]
+    assert [row["label"] for row in found[1]] == [row["label"] for row in found[2]]
+
+
+def test_fewer_samples_than_a_step_still_train(tiny, tiny_settings, tmp_path):
+    write_pairs(tmp_path / "train.jsonl", 3)
+    settings = tiny_settings | {"train_file": str(tmp_path / "train.jsonl"), "global_batch_size": 16}
+    for num_processes in (1, 2, 3):
+        output_dir = tmp_path / f"run{num_processes}"
+        still = {"model_name_or_path": str(tiny / "bert_still"), "micro_batch_size": 2, "output_dir": str(output_dir)}
+        run(num_processes, settings | still | {"warmup_ratio": 0.0})
+        assert [row["step"] for row in lines(output_dir, "loss")] == [1, 2]
+        assert worlds.largest_difference(numbers(tmp_path / "run1"), numbers(output_dir)) <= 1e-5
+    before, after = weights(tiny / "bert_still"), weights(tmp_path / "run1" / "final")
+    assert not torch.equal(before["classifier.weight"], after["classifier.weight"])
+
+
+def test_a_step_limit_in_mid_epoch_ends_at_once_and_is_still_scored(tiny_settings, tmp_path):
+    for num_processes in (1, 2):
+        output_dir = tmp_path / f"run{num_processes}"
+        world = run(num_processes, tiny_settings | {"output_dir": str(output_dir), "max_train_steps": 3})
+        assert "3 steps, 5 an epoch" in world.output(0)
+        assert [row["step"] for row in lines(output_dir, "loss")] == [1, 2, 3]
+        assert lines(output_dir, "eval_loss")[0]["step"] == 3
+
+
+def test_evaluation_is_the_same_for_every_batch_size(tiny, tiny_settings, tmp_path):
+    losses = []
+    for size in (1, 4, 13):
+        settings = {"output_dir": str(tmp_path / str(size)), "eval_batch_size": size, "max_train_steps": 1}
+        run(1, tiny_settings | settings)
+        losses.append(lines(tmp_path / str(size), "eval_loss")[0]["eval_loss"])
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+
+
+def test_the_profile_decides_the_precision_unless_the_script_does(tiny_settings, tmp_path):
+    for name, mine, expected in (("profile", {}, "bf16"), ("script", {"mixed_precision": "no"}, "no")):
+        settings = tiny_settings | {"output_dir": str(tmp_path / name), "max_train_steps": 2} | mine
+        world = run(1, settings, environment={"ACCELERATE_MIXED_PRECISION": "bf16"})
+        assert f"precision {expected}" in world.output()
+        assert json.loads((tmp_path / name / "run.json").read_text())["world"]["mixed_precision"] == expected
+    dtypes = {value.dtype for value in weights(tmp_path / "profile" / "final").values()}
+    assert dtypes == {torch.float32}, "weights stay in fp32"
+
+
+def test_fp16_without_a_gpu_is_one_line(tiny_settings, tmp_path):
+    settings = tiny_settings | {"output_dir": str(tmp_path / "run")}
+    world = run(1, settings, expected=2, environment={"ACCELERATE_MIXED_PRECISION": "fp16"})
+    assert world.output().strip().startswith("error: mixed_precision fp16 needs a GPU")
+    assert len(world.output().strip().splitlines()) == 1
+
+
+def test_tokenizing_is_done_once_and_again_when_something_changes(tiny_settings, tmp_path):
+    def units(name: str, **changed) -> int:
+        counter = tmp_path / f"{name}.txt"
+        settings = tiny_settings | {"output_dir": str(tmp_path / name), "max_train_steps": 1} | changed
+        environment = {"COUNTER": str(counter), "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+        run(2, settings, patches=["faults:count_tokenizing"], environment=environment)
+        return len(counter.read_text()) if counter.exists() else 0
+
+    assert units("first") == 3, "train, validation and test, by one of the two processes"
+    assert units("second") == 0
+    assert units("other", max_length=32) == 3
+
+
+def test_jobs_that_share_a_cache_do_not_disturb_each_other(tiny_settings, tmp_path):
+    environment = {"HF_HOME": str(tmp_path / "home")}
+    settings = tiny_settings | {"max_train_steps": 2}
+    jobs = [World(1, settings | {"output_dir": str(tmp_path / f"job{i}")}, environment=environment) for i in range(4)]
+    jobs.append(World(2, settings | {"output_dir": str(tmp_path / "job4")}, environment=environment))
+    for job in jobs:
+        assert set(job.wait()) == {0}, job.output()
+    assert not list((tmp_path / "home").glob("metrics/**/*"))
+
+
+def test_two_runs_in_one_folder_at_once_are_refused(tiny_settings, tmp_path):
+    settings = tiny_settings | {"output_dir": str(tmp_path / "run")}
+    first = World(1, settings, patches=["faults:slow_steps"])
+    first.wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists())
+    os.rename(tmp_path / "run.log0", tmp_path / "first.log")
+    second = World(1, settings)
+    assert second.wait() == [2], second.output()
+    assert "another run is writing into" in second.output()
+    assert first.wait() == [0]
+
+
+def test_the_best_model_is_the_first_when_it_gets_worse(tiny_settings, tmp_path):
+    settings = tiny_settings | {
+        "output_dir": str(tmp_path / "run"),
+        "num_train_epochs": 4,
+        "early_stopping_patience": 2,
+    }
+    world = run(2, settings | {"metric_for_best_model": "loss"}, patches=["faults:worse_each_time"])
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert facts["results"]["best_step"] == 5
+    assert lines(tmp_path / "run", "loss")[-1]["step"] == 15, "patience 2: stopped after the third evaluation, on both"
+    first = tmp_path / "first"
+    run(2, settings | {"output_dir": str(first), "max_train_steps": 5, "metric_for_best_model": "loss"})
+    assert not same_weights(tmp_path / "run" / "best", tmp_path / "run" / "final")
+    assert "the model with the best loss is in best/" in world.output(0)
+
+
+def test_a_metric_that_is_not_a_number_never_makes_a_best_model(tiny_settings, tmp_path):
+    settings = tiny_settings | {"output_dir": str(tmp_path / "run"), "max_train_steps": 2}
+    world = run(1, settings, patches=["faults:no_number"])
+    assert "the last model is taken as the best" in world.output()
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["results"]["best_step"] is None
+    assert same_weights(tmp_path / "run" / "best", tmp_path / "run" / "final")
+
+
+def test_labels_as_words_are_kept_with_the_model(tiny_settings, tmp_path):
+    files = {
+        f"{split}_file": str(write_pairs(tmp_path / f"{split}.jsonl", 20, labels=("yes", "no")))
+        for split in ("train", "test")
+    }
+    settings = (
+        tiny_settings | files | {"validation_file": None, "output_dir": str(tmp_path / "run"), "max_train_steps": 1}
+    )
+    world = run(1, settings)
+    assert json.loads((tmp_path / "run" / "best" / "config.json").read_text())["id2label"] == {"0": "no", "1": "yes"}
+    assert "no validation split: 10 % of train (2 of 20 rows), stratified by label, seed 42" in world.output()
+    assert "f1 is of yes" in world.output()
+
+
+def test_evaluation_keeps_predictions_only(tmp_path):
+    """Memory: what 200 batches leave alive is what is returned."""
+    import gc
+
+    import text_classification
+
+    class Accelerator:
+        num_processes = 1
+
+    class Stop:
+        reason = None
+
+        def poll(self):
+            counts.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()))
+
+    class Output:
+        def __init__(self, logits):
+            self.logits = logits
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 2)
+
+        def forward(self, x):
+            return Output(self.layer(x))
+
+    def batches():
+        for i in range(200):
+            ids = torch.tensor([i])
+            yield {"inputs": {"x": torch.ones(1, 4)}, "label": ids * 0, "sample_id": ids, "weight": torch.ones(1)}
+
+    counts: list[int] = []
+    predicted = text_classification.predict(Accelerator(), Model(), batches(), 200, Stop())
+    assert not predicted["logits"].requires_grad
+    kept_per_batch = 4
+    assert counts[199] - counts[10] <= kept_per_batch * 189 + 8
