@@ -22,14 +22,18 @@ install = @cmp -s pyproject.toml "$(VENV)/.installed-$(subst $(comma),-,$(1))" |
 	&& cp pyproject.toml "$(VENV)/.installed-$(subst $(comma),-,$(1))"; }
 comma := ,
 
+# The methods start their own number of processes; PROFILE is not asked.
+TORCHRUN = exec $(VENV_PYTHON) -m torch.distributed.run --standalone --nproc_per_node $(or $(NUM_PROCESSES),2)
+METHODS := examples/parallelism
+
 .PHONY: help
 help: ## list the jobs
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-24s %s\n", $$1, $$2 }' Makefile
-	@sed -n '2,5s/^# *//p' Makefile
+	@echo; sed -n '1,5s/^# *//p' Makefile
 
 .PHONY: environment
 environment: ## make VENV and install everything that the other jobs need
-	$(call install,demo,test)
+	$(call install,demo,test,methods)
 
 .PHONY: test
 test: environment ## prove what is promised (TEMPLATES_DATA=FOLDER adds the tests on real data)
@@ -42,3 +46,51 @@ lint: environment ## check format and style
 .PHONY: bert-mrpc
 bert-mrpc: environment ## fine-tune BERT on GLUE MRPC
 	$(LAUNCH) templates/text_classification.py --config examples/bert_mrpc/recipe.yaml $(ARGS)
+
+.PHONY: prove
+prove: environment ## train a tiny model in every way that must not matter, and print how far the runs are apart
+	$(VENV_PYTHON) tests/prove.py
+
+.PHONY: ddp-from-scratch
+ddp-from-scratch: environment ## DDP by hand: broadcast, all-reduce, division
+	$(TORCHRUN) $(METHODS)/ddp_from_scratch.py $(ARGS)
+
+.PHONY: ddp
+ddp: environment ## DistributedDataParallel: buckets, overlap, compression
+	$(TORCHRUN) $(METHODS)/ddp.py $(ARGS)
+
+.PHONY: ddp-accumulation
+ddp-accumulation: environment ## DDP with accumulation: one exchange per step
+	$(TORCHRUN) $(METHODS)/ddp_accumulation.py $(ARGS)
+
+.PHONY: pipeline-parallel
+pipeline-parallel: environment ## GPipe over processes, by hand and through torch
+	$(TORCHRUN) $(METHODS)/pipeline_parallel.py $(ARGS)
+
+.PHONY: zero
+zero: environment ## optimizer, gradients, parameters sharded (ARGS='--stage 3')
+	$(TORCHRUN) $(METHODS)/zero.py $(ARGS)
+
+.PHONY: tensor-parallel
+tensor-parallel: environment ## Megatron's column and row split
+	$(TORCHRUN) $(METHODS)/tensor_parallel.py $(ARGS)
+
+.PHONY: accelerate-way
+accelerate-way: environment ## the same training through Accelerate
+	$(TORCHRUN) $(METHODS)/accelerate_way.py $(ARGS)
+
+.PHONY: gradient-accumulation
+gradient-accumulation: environment ## micro-batches on one device
+	exec $(VENV_PYTHON) $(METHODS)/gradient_accumulation.py $(ARGS)
+
+.PHONY: data-parallel
+data-parallel: environment ## DataParallel's four moves, in threads
+	exec $(VENV_PYTHON) $(METHODS)/data_parallel.py $(ARGS)
+
+.PHONY: model-parallel
+model-parallel: environment ## layers on several devices
+	exec $(VENV_PYTHON) $(METHODS)/model_parallel.py $(ARGS)
+
+.PHONY: compare-methods
+compare-methods: environment ## measure all methods: outputs/compare_methods
+	exec $(VENV_PYTHON) $(METHODS)/compare_methods.py $(ARGS)

@@ -239,9 +239,11 @@ def build_model(settings: Settings, num_classes: int):
     seed_all(settings.seed, "model")
     try:
         arguments = timm.models.resolve_model_input_args(
-            name, {"img_size": settings.image_size}, pretrained_cfg_overlay=overlay
+            name, {"img_size": settings.image_size}, pretrained_cfg_overlay=overlay, num_classes=num_classes
         )
-        model = timm.create_model(pretrained=settings.pretrained, num_classes=num_classes, **arguments)
+        model = timm.create_model(pretrained=settings.pretrained, **arguments)
+        if settings.pretrained:
+            model.reset_classifier(num_classes)  # a plain new layer: what some models begin with suits 1,000 classes
         model.set_grad_checkpointing(settings.gradient_checkpointing)
     except (OSError, ValueError, RuntimeError, AssertionError, SafetensorError) as error:
         similar = timm.list_models(f"*{name.split('.')[0]}*")[:3]
@@ -422,14 +424,15 @@ def export(model, preprocessing: dict, label_names: tuple[str, ...], folder: Pat
     )
 
 
-def write_predictions(logits: torch.Tensor, label_names: tuple[str, ...], path: Path) -> None:
-    """Write one CSV row for each row of the test split, in its order: index, label, probability."""
+def write_predictions(logits: torch.Tensor, splits: ImageSplits, path: Path) -> None:
+    """Write one CSV row for each image of the test split, in its order: name, label, probability."""
     probabilities, ids = logits.softmax(-1).max(-1)
     rows = zip(ids.tolist(), probabilities.tolist(), strict=True)
     with open(path, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["index", "label", "probability"])
-        writer.writerows([index, label_names[i], f"{p:.6f}"] for index, (i, p) in enumerate(rows))
+        writer.writerow(["name", "label", "probability"])
+        names = [item.name for item in splits.test]
+        writer.writerows([name, splits.label_names[i], f"{p:.6f}"] for name, (i, p) in zip(names, rows, strict=True))
 
 
 def main(settings: Settings) -> None:
@@ -617,7 +620,7 @@ def main(settings: Settings) -> None:
                 run.stop(stop.reason)
             if (predicted["label"] < 0).any():
                 if accelerator.is_main_process:
-                    write_predictions(predicted["logits"], splits.label_names, run.path / "predictions.csv")
+                    write_predictions(predicted["logits"], splits, run.path / "predictions.csv")
                 run.say(f"test       has no labels: predictions are in {run.path / 'predictions.csv'}")
             else:
                 scores = score(accelerator, predicted, "test")

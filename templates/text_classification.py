@@ -135,18 +135,16 @@ def is_greater_better(settings: Settings) -> bool:
 # ---------------------------------------------------------------------------------------------------------- data
 
 
+def source_of(settings: Settings) -> dict:
+    """Return the settings that say where the data come from."""
+    names = "train_file validation_file test_file dataset_name text_columns label_column validation_fraction"
+    return {name: getattr(settings, name) for name in names.split()}
+
+
 def check(settings: Settings) -> None:
     """Refuse what is known to be wrong before anything heavy is imported or launched."""
     check_precision(settings.mixed_precision)
-    check_text_sources(
-        train_file=settings.train_file,
-        validation_file=settings.validation_file,
-        test_file=settings.test_file,
-        dataset_name=settings.dataset_name,
-        text_columns=settings.text_columns,
-        label_column=settings.label_column,
-        validation_fraction=settings.validation_fraction,
-    )
+    check_text_sources(**source_of(settings))
     check_model_folder(settings.model_name_or_path)
     check_run_directory(settings)
 
@@ -161,17 +159,7 @@ def check_model_folder(name: str) -> None:
 
 def load_data(settings: Settings) -> TextSplits:
     """Read and check the splits; the caller makes sure that one process of a node does it first."""
-    return read_text_splits(
-        train_file=settings.train_file,
-        validation_file=settings.validation_file,
-        test_file=settings.test_file,
-        dataset_name=settings.dataset_name,
-        dataset_config_name=settings.dataset_config_name,
-        text_columns=settings.text_columns,
-        label_column=settings.label_column,
-        validation_fraction=settings.validation_fraction,
-        seed=settings.seed,
-    )
+    return read_text_splits(**source_of(settings), dataset_config_name=settings.dataset_config_name, seed=settings.seed)
 
 
 def describe_labels(label_names: tuple[str, ...]) -> str:
@@ -277,13 +265,7 @@ def predict(accelerator, model, loader, num_samples: int, stop: Stopper) -> dict
     for batch in loader:
         if stop.poll():
             break
-        logits = model(**batch["inputs"]).logits.float()
-        kept = {
-            "logits": logits,
-            "label": batch["label"],
-            "sample_id": batch["sample_id"],
-            "weight": batch["weight"],
-        }
+        kept = {"logits": forward(model, batch)} | {name: batch[name] for name in ("label", "sample_id", "weight")}
         parts.append({name: value.cpu() for name, value in kept.items()})
     model.train()
     return None if stop.reason else gather_in_order(accelerator, parts, num_samples)
@@ -330,8 +312,8 @@ def find_micro_batch_size(accelerator, model, loader, sampler: StepSampler, stop
 
 def ran_out_of_memory(accelerator, model, batch: dict, guard: MemoryGuard, stop: Stopper) -> bool:
     """Return whether memory ran out in this step on any process: then its gradient is worth nothing."""
-    if guard.ran_out and accelerator.num_processes > 1:
-        # The others wait in the exchange of gradients: take part, with one sample.
+    if guard.ran_out_last and accelerator.num_processes > 1:
+        # The others wait in the exchange of gradients, which goes with the last pass: take part, with one sample.
         one = recursively_apply(lambda value: value[:1], batch)
         accelerator.backward(weighted_loss(forward(model, one), one["label"], one["weight"]))
     ran_out = stop.on_any_process(guard.ran_out)

@@ -184,3 +184,36 @@ def no_number(template) -> None:
         return original(accelerator, predicted, prefix) | {f"{prefix}_accuracy": float("nan")}
 
     template.score = replaced
+
+
+def break_an_image(template) -> None:
+    """Cut a training image in two after all were checked, as a failing disk would."""
+    original = template.build_datasets
+
+    def replaced(settings, splits, *others):
+        path = splits.train[0].place
+        with open(path, "r+b") as file:
+            file.truncate(os.path.getsize(path) // 2)
+        return original(settings, splits, *others)
+
+    template.build_datasets = replaced
+
+
+def record_samples(template) -> None:
+    """Write the samples that each step really trains on, one JSON object a micro-batch, to SAMPLES.rank."""
+    seed_all, forward = template.seed_all, template.forward
+    place = {"step": 0}
+
+    def note_step(*parts):
+        if len(parts) > 1 and parts[1] == "step":
+            place["step"] = parts[2]
+        return seed_all(*parts)
+
+    def note_samples(model, batch):
+        if model.training and place["step"]:
+            real = batch["sample_id"][batch["weight"] > 0].tolist()
+            with open(f"{os.environ['SAMPLES']}.{os.environ.get('RANK', '0')}", "a") as file:
+                file.write(json.dumps({"step": place["step"], "samples": real}) + "\n")
+        return forward(model, batch)
+
+    template.seed_all, template.forward = note_step, note_samples

@@ -46,7 +46,7 @@ def test_a_profile_is_known_to_accelerate_and_begins_with_its_command(path):
         ("multi_cpu", 1, 4, None),
         ("multi_node", 1, None, "2 processes asked for on this machine, 1 devices found: use NUM_PROCESSES=2"),
         ("multi_node", 2, None, None),
-        ("multi_node", 2, 3, "3 processes cannot be shared evenly by 2 machines"),
+        ("multi_node", 2, 3, "3 processes on 2 machines (multi_node): give a multiple"),
         ("single_gpu", 2, None, None),
         ("single_gpu", 2, 2, "starts one process (distributed_type NO), 2 are asked for"),
         ("cpu", 0, 2, "use PROFILE=multi_cpu"),
@@ -131,8 +131,9 @@ def test_a_mistake_is_found_before_two_processes_are_started(tiny_settings, tmp_
     assert "fp16 needs a GPU" in output
 
 
-@pytest.mark.parametrize("profile", ["cpu", "multi_cpu"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    ("profile", "number"), [("cpu", signal.SIGUSR1), ("multi_cpu", signal.SIGTERM), ("multi_cpu", signal.SIGINT)]
+)
 def test_a_signal_to_the_launcher_saves_and_exits_with_75(profile, number, tiny_settings, tmp_path):
     settings = tiny_settings | {"output_dir": tmp_path / "run", "num_train_epochs": 500, "checkpointing_steps": 1000}
     process = start(profile, settings | {"eval_steps": 1000})

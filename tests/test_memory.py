@@ -42,6 +42,16 @@ def test_out_of_memory_in_mid_run_halves_it_and_goes_on_with_the_same_step(num_p
     assert largest_difference(numbers(plain), numbers(tmp_path / "run")) <= 1e-5
 
 
+def test_out_of_memory_in_mid_window_on_one_process_only(still, plain, tmp_path):
+    fault = {"limit": 2, "then": 1, "after": 7, "rank": 1}  # in the first of two passes; the last has one sample
+    still = still | {"eval_batch_size": 1, "global_batch_size": 6}
+    run(1, still | {"output_dir": str(tmp_path / "plain"), "micro_batch_size": 6})
+    settings, options = auto(still, tmp_path / "run", **fault)
+    world = run(2, settings, **options)
+    assert "ran out at step" in world.output(0)
+    assert largest_difference(numbers(tmp_path / "plain"), numbers(tmp_path / "run")) <= 1e-5
+
+
 def test_a_resumed_run_does_not_search_again(still, plain, tmp_path):
     settings, options = auto(still, tmp_path / "run", limit=3)
     options["patches"].append("faults:die_in_window")

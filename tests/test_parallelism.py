@@ -517,6 +517,36 @@ def test_the_scripts_have_the_same_sections_in_the_same_order_and_stay_short():
         assert ast.get_docstring(ast.parse(text)).count("\n\n") == 2, f"{method}: what, command, expected"
 
 
+def test_stages_idle_as_theory_says_and_the_report_shows_it(tmp_path, monkeypatch):
+    import compare_methods
+    import pictures
+
+    monkeypatch.setattr(compare_methods, "MICRO_BATCHES", (1, 4))
+    launch(compare_methods.measure_schedules, compare_methods.NUM_STAGES, tmp_path)
+    timelines = [compare_methods.model_parallel_timeline()]
+    timelines += json.loads((tmp_path / "timelines.json").read_text())
+    timelines = [compare_methods.with_idle_shares(timeline) for timeline in timelines]
+    assert [(timeline["schedule"], timeline["micro_batches"]) for timeline in timelines] == [
+        ("model parallel", 1),
+        *((name, m) for name in ("GPipe by hand", "GPipe (torch)") for m in (1, 4)),
+        ("1F1B (torch)", 4),  # needs a micro-batch for each stage
+    ]
+    for timeline in timelines:
+        assert len(timeline["events"]) == 2 * compare_methods.NUM_STAGES * timeline["micro_batches"]
+        for idle in timeline["idle"]:  # never less; more by what a busy machine takes to wake up
+            assert timeline["theory"] - 0.01 <= idle <= timeline["theory"] + 0.15
+    numbers = dict.fromkeys(("seconds", "bytes_sent", "collectives", *pictures.MEMORY), 1)
+    row = {"method": "a <method>", "processes": 2, "measured": numbers, "predicted": numbers, "notes": []}
+    about = {"settings": {"hidden_size": 1, "global_batch_size": 1}, "cores": 2, "torch": "2"}
+    about["data_parallel_forward"] = {"in_threads": 1, "one_after_the_other": 1}
+    drawn = pictures.write_pictures(tmp_path, [row], timelines)
+    pictures.write_report(tmp_path / "report.html", [row], timelines, about, drawn)
+    report = (tmp_path / "report.html").read_text()
+    assert report.count("data:image/png;base64,") == len(drawn) == 4
+    assert "a &lt;method&gt;" in report
+    assert re.findall(r"https?://", report) == []
+
+
 def test_the_readme_names_every_script_and_shows_small_pictures_that_are_there():
     text = (FOLDER / "README.md").read_text()
     assert [method for method in METHODS if f"{method}.py" not in text and f"`{method}`" not in text] == []

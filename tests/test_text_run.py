@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import worlds
-from conftest import write_pairs
+from tiny import write_pairs
 from worlds import World, lines, numbers, run, same_weights, weights
 
 

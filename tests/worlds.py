@@ -152,3 +152,22 @@ def same_weights(folder: Path, other: Path) -> bool:
 
     first, second = weights(folder), weights(other)
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def samples_by_step(prefix: Path) -> dict[int, list[int]]:
+    """Return the samples of each step, over all processes, that `faults:record_samples` wrote under `prefix`.
+
+    Of a step that was done again after a crash, the last time counts.
+    """
+    found: dict[int, list[int]] = {}
+    for path in sorted(prefix.parent.glob(f"{prefix.name}.*")):
+        mine, last = {}, None
+        for line in path.read_text("utf-8").splitlines():
+            row = json.loads(line)
+            if row["step"] != last:
+                mine[row["step"]] = []
+            last = row["step"]
+            mine[last] += row["samples"]
+        for step, samples in mine.items():
+            found[step] = found.get(step, []) + samples
+    return {step: sorted(samples) for step, samples in sorted(found.items())}

@@ -25,6 +25,7 @@ SPLIT_NAMES = {
     "val": "validation",
     "test": "test",
 }
+UNLABELLED = ""  # in place of a class
 WAYS_ON = "Ways on: a folder of images (--data_dir); a filled cache of a machine that has it; make demo-images"
 
 
@@ -61,7 +62,7 @@ def find_images(
 
     A folder has one sub-folder per class (with train, validation and test above, or not) or files named
     class_number.jpg; official lists annotations/{trainval,test}.txt beside such files are followed. Without a
-    validation split one is carved from train. Nothing is decoded here: `scan` does that. Raises `UserError`.
+    validation split one is carved from train. A test folder of files without any class gets label -1. Nothing is decoded here: `scan` does that. Raises `UserError`.
     """
     if not 0 < validation_fraction < 1:
         raise UserError(f"validation_fraction: {validation_fraction} must lie between 0 and 1")
@@ -94,7 +95,7 @@ def find_images(
             f"{where}: {len(label_names)} classes in train{': ' if label_names else ''}{', '.join(label_names)}; two at"
             " least are needed: one sub-folder per class, or files named class_number.jpg"
         )
-    ids = {label: position for position, label in enumerate(label_names)}
+    ids = {label: position for position, label in enumerate(label_names)} | {UNLABELLED: -1}
     splits = {}
     for split in ("train", "validation", "test"):
         rows = sorted(found.get(split, ()))
@@ -184,6 +185,7 @@ def _checked(splits: ImageSplits) -> ImageSplits:
     """Refuse empty splits, assert that no image is in two, and note sizes and hashes in `source`."""
     parts = {"train": splits.train, "validation": splits.validation, "test": splits.test}
     where = splits.source["data_dir"] or splits.source["dataset_name"]
+    label_names = {-1: UNLABELLED, **dict(enumerate(splits.label_names))}
     lost = set(range(len(splits.label_names))) - {item.label for item in splits.train}
     if lost:
         raise UserError(f"{where}: no image of {', '.join(splits.label_names[i] for i in sorted(lost))} left in train")
@@ -191,8 +193,7 @@ def _checked(splits: ImageSplits) -> ImageSplits:
         raise UserError(f"{where}: no image for validation: give more than one of some class, or a validation split")
     assert len({item.name for item in splits}) == sum(map(len, parts.values())), "an image is in two splits"
     lines = {
-        split: "".join(f"{item.name}\t{splits.label_names[item.label]}\n" for item in items)
-        for split, items in parts.items()
+        split: "".join(f"{item.name}\t{label_names[item.label]}\n" for item in items) for split, items in parts.items()
     }
     digests = {
         split: hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest() for split, text in lines.items()
@@ -254,9 +255,14 @@ def _folder_splits(data_dir: str, files: dict[str, str], ignored: Counter) -> di
             " and test may stand, each once, train always"
         )
     found: dict[str, list] = {}
+    rests = {name: name.split("/", 1) for name in files}
+    of_test = [rest for top, rest in rests.values() if known[top] == "test"]
+    is_unlabelled = not any("/" in rest or class_from_name(rest) for rest in of_test)
     for name, path in files.items():
-        top, rest = name.split("/", 1)
-        found.setdefault(known[top], []).append((name, _class_of(data_dir, name, rest), path))
+        top, rest = rests[name]
+        has_no_class = known[top] == "test" and is_unlabelled
+        label = UNLABELLED if has_no_class else _class_of(data_dir, name, rest)
+        found.setdefault(known[top], []).append((name, label, path))
     return found
 
 

