@@ -39,7 +39,7 @@ from kit.memory import MemoryGuard, half_of, largest_that_fits
 from kit.runlog import RunDirectory, check_run_directory
 from kit.settings import UserError, exit_codes, one_line, parse_settings
 from kit.tables import TextSplits, check_text_sources, read_text_splits
-from kit.world import build_accelerator, check_precision, describe_world, on_main, one_at_a_time
+from kit.world import FirstOnNode, build_accelerator, check_precision, describe_world, on_main
 
 
 @dataclass
@@ -348,21 +348,21 @@ def write_predictions(logits: torch.Tensor, label_names: tuple[str, ...], path: 
 def main(settings: Settings) -> None:
     # Accelerator
     check(settings)
+    preparation = FirstOnNode(settings.train_file, settings.dataset_name, settings.model_name_or_path)
     accelerator = build_accelerator(settings.mixed_precision, settings.ddp_timeout)
     num_processes, process_index = accelerator.num_processes, accelerator.process_index
 
     # Data
-    with one_at_a_time("data"):  # the first process of a node does the work, the others find it cached
+    with preparation:
         splits = load_data(settings)
-    if on_main(accelerator, check_run_directory, settings, splits.source["sha256"]) == "done":
-        accelerator.print(f"{settings.output_dir} is done; to run it again: --overwrite_output_dir true")
-        return
-    with one_at_a_time("data"):
         tokenizer, model = build_model(settings, splits.label_names)
         train, validation, test = (
             split and tokenize(split, tokenizer, splits.text_columns, settings.max_length)
             for split in (splits.train, splits.validation, splits.test)
         )
+    if on_main(accelerator, check_run_directory, settings, splits.source["sha256"]) == "done":
+        accelerator.print(f"{settings.output_dir} is done; to run it again: --overwrite_output_dir true")
+        return
     total_steps = settings.max_train_steps or settings.num_train_epochs * -(-len(train) // settings.global_batch_size)
     sampler = StepSampler(
         num_samples=len(train),

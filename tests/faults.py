@@ -106,7 +106,7 @@ def slow_data(template) -> None:
     original = template.load_data
 
     def replaced(settings):
-        time.sleep(8 if _is_here() else 0)
+        time.sleep(20 if _is_here() else 0)
         return original(settings)
 
     template.load_data = replaced
@@ -131,7 +131,7 @@ def limited_memory(template) -> None:
     def replaced(model, batch):
         calls.append(1)
         limit = options["then"] if len(calls) > options.get("after", 10**9) and _is_here() else options["limit"]
-        if len(batch["label"]) > limit:
+        if model.training and len(batch["label"]) > limit:
             raise template.torch.OutOfMemoryError("CUDA out of memory (planted)")
         return original(model, batch)
 
@@ -151,7 +151,10 @@ def full_disk(template) -> None:
 
 
 def count_tokenizing(template) -> None:
-    """Append a letter to the file COUNTER each time a split is really tokenized."""
+    """Append a letter to the file COUNTER each time a split is really tokenized; start with the cache CACHE."""
+    import datasets
+
+    datasets.config.HF_DATASETS_CACHE = os.environ["CACHE"]
     original = template.tokenize
 
     def replaced(split, tokenizer, *arguments):
@@ -193,7 +196,7 @@ def break_an_image(template) -> None:
     def replaced(settings, splits, *others):
         path = splits.train[0].place
         with open(path, "r+b") as file:
-            file.truncate(os.path.getsize(path) // 2)
+            file.truncate(file.seek(0, os.SEEK_END) // 2)
         return original(settings, splits, *others)
 
     template.build_datasets = replaced

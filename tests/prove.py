@@ -22,7 +22,7 @@ WAYS = {
     "2 processes": [(2, {"micro_batch_size": 4}, None)],
     "2 processes, micro-batches of 3": [(2, {"micro_batch_size": 3}, None)],
     "3 processes (8 = 3 + 3 + 2)": [(3, {"micro_batch_size": 2}, None)],
-    "killed in mid-window, resumed": [(1, {}, ("die_in_window", {"call": 17})), (1, {}, None)],
+    "killed in mid-window, resumed": [(1, {}, ("die_in_window", {"call": 11})), (1, {}, None)],
     "killed while saving, resumed": [(1, {}, ("die_while_saving", {"call": 5})), (1, {}, None)],
     "killed twice in an epoch": [
         (1, {}, ("die_in_window", {"call": 9})),

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from test_images import make_pets, photo, spoil, write_classes, write_every_mode
 
 import worlds
 from conftest import REPOSITORY, TEMPLATES
@@ -19,7 +20,6 @@ from image_classification import HOW_TO_LOAD, Settings, build_model, build_optim
 from kit.batches import StepSampler
 from kit.images import BatchTransform, ImageDataset
 from kit.settings import numbers_in_force
-from test_images import make_pets, photo, spoil, write_classes, write_every_mode
 from worlds import World, largest_difference, lines, numbers, same_weights, weights
 
 TEMPLATE = "image_classification"

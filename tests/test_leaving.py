@@ -37,7 +37,7 @@ def test_a_process_that_hangs_is_left_after_the_timeout(tiny_settings, tmp_path)
 
 
 def test_long_data_preparation_is_not_a_timeout(tiny_settings, tmp_path):
-    settings = tiny_settings | {"output_dir": str(tmp_path / "run"), "ddp_timeout": 5.0, "max_train_steps": 1}
+    settings = tiny_settings | {"output_dir": str(tmp_path / "run"), "ddp_timeout": 15.0, "max_train_steps": 1}
     run(2, settings, patches=["faults:slow_data"])
 
 

@@ -6,18 +6,20 @@ writes train.jsonl, validation.jsonl and test.jsonl with the columns sentence1, 
 or "different") and idx. Nobody wrote or collected these sentences: a small grammar makes them, so a number
 measured on them is about this grammar and about nothing else.
 
-How a pair is made. A scene is told twice, each time in another form: active or passive, the time in front or
-at the end, "gave the child the cup" or "gave the cup to the child". In the second telling words are exchanged.
+How a pair is made. A scene is told twice, each time in another form: active or passive, the time in front
+or at the end, "gave the child the cup" or "gave the cup to the child". In the second telling words are
+exchanged.
 
 - A paraphrase gets synonyms in their place, a near-miss words that mean something else. Which form, how many
   words and at which places is drawn in the same way for both.
 - In one pair of 16 no word is exchanged: the paraphrase has the same words in another form, in the near-miss
-  two of them have also changed places (agent and patient, two numbers, two adjectives, who did and who did not).
+  two of them have also changed places (agent and patient, two numbers, two adjectives, who did and who did
+  not).
 
-So the number of words that two sentences share has the same distribution for both labels, and counting
-words does not help. Every fourth entry of the lists of words is kept out of training: the other splits have new
-words. No sentence occurs in two pairs, neither within a split nor across two. One seed gives the same bytes with
-every Python from 3.10 on, and only the standard library is used.
+So the number of words that two sentences share has the same distribution for both labels, and counting words
+does not help. Every fourth entry of the lists of words is kept out of training: the other splits have new
+words. No sentence occurs in two pairs, neither within a split nor across two. One seed gives the same bytes
+with every Python from 3.10 on, and only the standard library is used.
 """
 
 import argparse

@@ -62,7 +62,8 @@ def find_images(
 
     A folder has one sub-folder per class (with train, validation and test above, or not) or files named
     class_number.jpg; official lists annotations/{trainval,test}.txt beside such files are followed. Without a
-    validation split one is carved from train. A test folder of files without any class gets label -1. Nothing is decoded here: `scan` does that. Raises `UserError`.
+    validation split one is carved from train. A test folder of files without any class gets label -1.
+    Nothing is decoded here: `check_images` does that. Raises `UserError`.
     """
     if not 0 < validation_fraction < 1:
         raise UserError(f"validation_fraction: {validation_fraction} must lie between 0 and 1")

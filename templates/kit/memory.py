@@ -60,7 +60,8 @@ def half_of(size: int) -> int:
 def largest_that_fits(stop, fits: Callable[[int], bool], most: int) -> int:
     """Return the largest size from 1 to `most` for which `fits(size)` holds on every process, the same on all.
 
-    `stop` is the `Stopper` through which they agree. Halves until one fits, then closes in. Raises `MemoryError` with `ADVICE`.
+    `stop` is the `Stopper` through which they agree. Halves until one fits, then closes in. Raises `MemoryError` with
+    `ADVICE` when none does.
     """
 
     def fits_everywhere(size: int) -> bool:

@@ -163,7 +163,7 @@ class Stopper:
         if work is not None:
             work.wait()
         number, is_late, step, origin = flags.tolist()
-        if step:
+        if step and self.failure is None:  # the first: from there on everything is spoilt
             self.failure = (step, None if origin == 1 else origin - 2)
             self.reason = f"non-finite number at step {step}"
         elif self.reason is None and number:

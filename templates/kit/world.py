@@ -1,7 +1,7 @@
 """Where a run happens: the Accelerator, its processes, threads and precision, and one line about each."""
 
+import hashlib
 import os
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -88,19 +88,32 @@ def describe_world(accelerator) -> dict:
     }
 
 
-@contextmanager
-def one_at_a_time(name: str):
-    """Let the processes of a node pass one after the other: the first does the work, the others find it cached.
+class FirstOnNode:
+    """Lets process 0 of a node do some work alone, inside this context, while the others of the node wait.
 
-    A file lock and not a barrier, so that long preparation never runs into the process-group timeout.
+    Make it before the processes meet (`build_accelerator`), so that process 0 has the lock when they do. The others
+    then find the work cached. A file lock and not a barrier: long work never runs into the process-group timeout.
     """
-    from filelock import FileLock
-    from huggingface_hub.constants import HF_HOME
 
-    folder = Path(HF_HOME) / "locks"
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / f"{name}.lock"):
-        yield
+    def __init__(self, *key: str | None):
+        from filelock import FileLock
+        from huggingface_hub.constants import HF_HOME
+
+        folder = Path(HF_HOME) / "locks"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.lock = FileLock(folder / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.lock")
+        self.is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+        if self.is_first:
+            self.lock.acquire()
+
+    def __enter__(self):
+        if not self.is_first:
+            with self.lock:
+                pass
+
+    def __exit__(self, kind, error, trace) -> None:
+        if self.is_first:
+            self.lock.release()
 
 
 def on_main(accelerator, function, *arguments):
