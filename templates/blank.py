@@ -1,8 +1,6 @@
-"""Train your own model on your own data: replace the places marked OWN; the loop stays.
+"""Train your own model on your own data, here a made regression: replace what is marked OWN, keep the loop.
 
-    accelerate launch --config_file configs/cpu.yaml blank.py --config RECIPE.yaml
-
-As it stands it fits a made regression in seconds. One recipe and one seed are the same run on any number of processes.
+accelerate launch --config_file configs/cpu.yaml blank.py --config RECIPE.yaml
 """
 
 from kit.stopping import Stopper, catch_signals
@@ -13,26 +11,22 @@ if __name__ == "__main__":
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
-from safetensors.torch import save_model
 from torch.utils.data import Dataset, default_collate
 
 from kit import checkpoints
 from kit.batches import EvaluationSampler, StepSampler, build_loader, seed_all
 from kit.evaluation import Progress, gather_in_order, is_due, note_evaluation
-from kit.runlog import RunDirectory, check_run_directory
+from kit.runlog import RunDirectory
+from kit.runlog import check_run_directory as check
 from kit.settings import exit_codes, parse_settings
-from kit.world import build_accelerator, describe_world, on_main
+from kit.world import build_accelerator, describe_world
 
 
 @dataclass
-class Settings:
-    """What to train. Where it runs is the profile's business (configs/)."""
-
+class Settings:  # what to train; where it runs is the profile's business (configs/)
     output_dir: str = "outputs/blank"
     overwrite_output_dir: bool = False
     resume_from_checkpoint: str = "auto"
@@ -44,8 +38,8 @@ class Settings:
     seed: NonNegativeInt = 42
     num_workers: NonNegativeInt = 0
     logging_steps: PositiveInt = 10
-    eval_steps: PositiveInt | Literal["epoch"] = "epoch"
-    checkpointing_steps: PositiveInt | Literal["epoch"] = "epoch"
+    eval_steps: PositiveInt = 100
+    checkpointing_steps: PositiveInt = 100
 
 
 class OwnDataset(Dataset):  # OWN, 1 of 3: items are dicts of tensors
@@ -69,9 +63,10 @@ def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
     return batch | {"weight": batch["weight"].float()}  # Apple's devices have no float64
 
 
-class OwnModel(torch.nn.Sequential):  # OWN, 2 of 3
+class OwnModel(torch.nn.Sequential):  # OWN, 2 of 3: any torch.nn.Module
     def __init__(self):
-        super().__init__(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 1), torch.nn.Flatten(0))
+        layers = torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Dropout(0.05), torch.nn.Linear(64, 1)
+        super().__init__(*layers, torch.nn.Flatten(0))
 
 
 def forward(model, batch: dict) -> torch.Tensor:
@@ -79,7 +74,7 @@ def forward(model, batch: dict) -> torch.Tensor:
 
 
 def weighted_loss(output, label, weight) -> torch.Tensor:  # OWN, 3 of 3: summed, the loop divides by the step's samples
-    return (F.mse_loss(output, label, reduction="none") * weight).sum()
+    return ((output - label).square() * weight).sum()
 
 
 def build_optimizer(settings: Settings, model, total_steps: int):
@@ -103,36 +98,28 @@ def predict(accelerator, model, loader, num_samples: int, stop: Stopper) -> dict
 
 def main(settings: Settings) -> None:
     # Accelerator
+    check(settings)
     accelerator = build_accelerator(mixed_precision=None, ddp_timeout=600.0)
     num_processes, process_index = accelerator.num_processes, accelerator.process_index
-
     # Data
     train, validation = load_data(settings)
     source = {"rows": {"train": len(train), "validation": len(validation)}, "sha256": {}}
-    if on_main(accelerator, check_run_directory, settings, source["sha256"]) == "done":
-        accelerator.print(f"{settings.output_dir} is done; to run it again: --overwrite_output_dir true")
-        return
     total_steps = settings.num_train_epochs * -(-len(train) // settings.global_batch_size)
     sizes = len(train), settings.global_batch_size, settings.micro_batch_size
     sampler = StepSampler(*sizes, num_processes, settings.seed, total_steps)
     evaluation_sampler = EvaluationSampler(len(validation), settings.micro_batch_size, num_processes)
-
     # Model, optimizer, schedule
     seed_all(settings.seed, "model")
     model = OwnModel()
     optimizer, schedule = build_optimizer(settings, model, total_steps)
-
-    # Prepare (not the schedule: Accelerate would step it once per process)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = accelerator.prepare(model, optimizer)  # not the schedule: it would step once per process
     train_loader = accelerator.prepare(build_loader(train, sampler, collate, settings.num_workers, settings.seed))
     validation_loader = accelerator.prepare(build_loader(validation, evaluation_sampler, collate, 0, settings.seed))
     plain_model = accelerator.unwrap_model(model)
     schedules = {"schedule": schedule} | ({"scaler": accelerator.scaler} if accelerator.scaler else {})
     state = {"modules": {"model": plain_model}, "optimizers": {"optimizer": optimizer}, "schedules": schedules}
-
     facts = {"world": describe_world(accelerator), "data": source, "batch": sampler.describe()}
-    stop = Stopper(accelerator, max_train_time=None, timeout=600.0)
-    with stop, RunDirectory(accelerator, settings, facts) as run:
+    with Stopper(accelerator, None, timeout=600.0) as stop, RunDirectory(accelerator, settings, facts) as run:
         # Resume
         run.introduce(f"cosine from {settings.learning_rate:g}, end at step {total_steps}", [])
         progress = Progress()
@@ -144,7 +131,6 @@ def main(settings: Settings) -> None:
         sampler.start_step = progress.step
         batches = iter(train_loader)
         num_samples, seconds = 0, 0.0  # since the last training line
-
         # Loop
         while True:
             # Between two steps: evaluate, save, stop. A resumed run enters here, where the stopped one left.
@@ -152,7 +138,7 @@ def main(settings: Settings) -> None:
             if progress.evaluated_step < step and is_due(step, settings.eval_steps, sampler):
                 predicted = predict(accelerator, model, validation_loader, len(validation), stop)
                 if predicted is not None:
-                    eval_loss = F.mse_loss(predicted["output"].double(), predicted["label"].double()).item()
+                    eval_loss = (predicted["output"].double() - predicted["label"]).square().mean().item()
                     run.log(step, eval_loss=eval_loss, eval_samples=len(predicted["label"]))  # and your metrics
                     note_evaluation(progress, eval_loss, greater_is_better=False)
             is_over = step == total_steps
@@ -165,7 +151,6 @@ def main(settings: Settings) -> None:
                     writer.save(step, state, documents, progress.best_step)
             if is_over or stop.reason:
                 break
-
             # One step
             began = time.perf_counter()
             step += 1
@@ -192,15 +177,10 @@ def main(settings: Settings) -> None:
             run.advance(step)
             num_samples, seconds = num_samples + window.num_samples, seconds + time.perf_counter() - began
             if step % settings.logging_steps == 0 or step == total_steps:
-                run.log(
-                    step,
-                    loss=accelerator.reduce(loss_sum).item() / window.num_samples,
-                    learning_rate=schedule.get_last_lr()[0],
-                    grad_norm=grad_norm.item(),
-                    samples_per_second=num_samples / seconds,
-                )
+                mean_loss = accelerator.reduce(loss_sum).item() / window.num_samples
+                numbers = {"loss": mean_loss, "learning_rate": schedule.get_last_lr()[0], "grad_norm": grad_norm.item()}
+                run.log(step, **numbers, samples_per_second=num_samples / seconds)
                 num_samples, seconds = 0, 0.0
-
         # Final evaluation and export
         writer.finish()
         accelerator.wait_for_everyone()  # a process that ends early would make the launcher end the others
@@ -208,9 +188,7 @@ def main(settings: Settings) -> None:
             run.stop(stop.reason)
         for name, saved_step in {"final": step, "best": progress.best_step or step}.items():
             checkpoints.load_module(writer.folder / checkpoints.folder_name(saved_step), "model", plain_model)
-            if accelerator.is_main_process:
-                (run.path / name).mkdir(exist_ok=True)
-                save_model(plain_model, run.path / name / "model.safetensors")
+            accelerator.save_model(plain_model, run.path / name)
         run.record(results={"best_step": progress.best_step, "best_loss": progress.best_metric})
         run.say(f"done       {run.path}: the model with the best loss is in best/")
     accelerator.end_training()

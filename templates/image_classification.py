@@ -44,7 +44,7 @@ from kit.images import BatchTransform, ImageDataset
 from kit.memory import MemoryGuard, half_of, largest_that_fits
 from kit.runlog import RunDirectory, check_run_directory
 from kit.settings import UserError, exit_codes, one_line, parse_settings
-from kit.world import build_accelerator, check_precision, describe_world, on_main, one_at_a_time, visible_cores
+from kit.world import FirstOnNode, build_accelerator, check_precision, describe_world, on_main, visible_cores
 
 IMAGE_CACHE_GB = 50.0  # of 10^9 bytes: the most that all image caches together may take
 CROP_SCALE = (0.35, 1.0)  # share of the area that a training crop takes: less zoom than training from nothing wants
@@ -189,6 +189,11 @@ def load_data(settings: Settings) -> ImageSplits:
         seed=settings.seed,
     )
     return check_images(splits, Path(HF_HOME) / "image_scans", settings.skip_bad_images)
+
+
+def describe_labels(label_names: tuple[str, ...]) -> str:
+    f1 = f"f1 is of {label_names[1]}" if len(label_names) == 2 else "f1 is the mean over the labels"
+    return f"labels {', '.join(label_names[:20])}{', ...' if len(label_names) > 20 else ''}; {f1}"
 
 
 def build_datasets(settings: Settings, splits: ImageSplits, preprocessing: dict) -> list[ImageDataset | None]:
@@ -391,8 +396,8 @@ def find_micro_batch_size(
 
 def ran_out_of_memory(accelerator, model, batch: dict, guard: MemoryGuard, stop: Stopper) -> bool:
     """Return whether memory ran out in this step on any process: then its gradient is worth nothing."""
-    if guard.ran_out and accelerator.num_processes > 1:
-        # The others wait in the exchange of gradients: take part, with two images, as BatchNorm needs.
+    if guard.ran_out_last and accelerator.num_processes > 1:
+        # The others wait in the exchange of gradients, which goes with the last pass: take part, with two images.
         two = recursively_apply(lambda value: value[:2], batch)
         accelerator.backward(weighted_loss(forward(model, two), two["label"], two["weight"]))
     ran_out = stop.on_any_process(guard.ran_out)
@@ -438,18 +443,18 @@ def write_predictions(logits: torch.Tensor, splits: ImageSplits, path: Path) -> 
 def main(settings: Settings) -> None:
     # Accelerator
     check(settings)
+    preparation = FirstOnNode(settings.data_dir, settings.dataset_name, settings.model_name_or_path)
     accelerator = build_accelerator(settings.mixed_precision, settings.ddp_timeout)
     num_processes, process_index = accelerator.num_processes, accelerator.process_index
 
     # Data
-    with one_at_a_time("data"):  # the first process of a node does the work, the others find it cached
+    with preparation:
         splits = load_data(settings)
+        preprocessing, model = build_model(settings, len(splits.label_names))
+        train, validation, test = build_datasets(settings, splits, preprocessing)
     if on_main(accelerator, check_run_directory, settings, splits.source["sha256"]) == "done":
         accelerator.print(f"{settings.output_dir} is done; to run it again: --overwrite_output_dir true")
         return
-    with one_at_a_time("data"):
-        preprocessing, model = build_model(settings, len(splits.label_names))
-        train, validation, test = build_datasets(settings, splits, preprocessing)
     total_steps = settings.max_train_steps or settings.num_train_epochs * -(-len(train) // settings.global_batch_size)
     sampler = StepSampler(
         num_samples=len(train),
@@ -475,7 +480,7 @@ def main(settings: Settings) -> None:
     # Model, optimizer, schedule
     if settings.sync_batchnorm:
         model = synchronise_batchnorm(accelerator, model)
-    notes = describe_batchnorm(model, sampler, settings.sync_batchnorm, settings.micro_batch_size)
+    batchnorm_notes = describe_batchnorm(model, sampler, settings.sync_batchnorm, settings.micro_batch_size)
     if accelerator.device.type == "cuda":
         model = model.to(memory_format=torch.channels_last)
     ema = build_ema(settings, model, accelerator.device)
@@ -497,7 +502,8 @@ def main(settings: Settings) -> None:
     with stop, RunDirectory(accelerator, settings, facts) as run:
         # Resume
         peak = f"{settings.learning_rate:g} at step {round(settings.warmup_ratio * total_steps)}"
-        run.introduce(f"{settings.lr_scheduler_type}, up to {peak}, end at step {total_steps}", splits.notes + notes)
+        notes = [*splits.notes, describe_labels(splits.label_names), *batchnorm_notes]
+        run.introduce(f"{settings.lr_scheduler_type}, up to {peak}, end at step {total_steps}", notes)
         progress = Progress()
         if checkpoint := run.choose_checkpoint():
             checkpoints.restore(checkpoint, **state)
@@ -570,7 +576,8 @@ def main(settings: Settings) -> None:
             grad_norm = accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm or float("inf"))
             if progress.skipped_steps < settings.skip_nonfinite_steps and not grad_norm.isfinite():
                 progress.skipped_steps += 1
-                run.say(f"step {step} is skipped ({progress.skipped_steps}): its gradient is not finite")
+                counted = f"{progress.skipped_steps} of at most {settings.skip_nonfinite_steps}"
+                run.say(f"step {step} is skipped ({counted}): its gradient is not finite")
                 stop.poll()
             else:
                 optimizer.step()
@@ -611,6 +618,7 @@ def main(settings: Settings) -> None:
             export(plain_model, preprocessing, splits.label_names, run.path / "best")
         results = {
             "best_step": progress.best_step,
+            "skipped_steps": progress.skipped_steps,
             f"best_{settings.metric_for_best_model}": progress.best_metric,
         }
         if test is not None:

@@ -2,8 +2,10 @@
 
 import json
 import re
+import signal
 import time
 
+import psutil
 import pytest
 
 from worlds import World, lines, numbers, run, same_weights
@@ -124,3 +126,35 @@ def test_the_learning_rate_goes_on_where_it_was(tiny_settings, tmp_path):
         ]
         assert rates[0] == rates[1]
         assert same_weights(tmp_path / f"run{call}" / "final", tmp_path / "whole" / "final")
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_signal_in_data_preparation_ends_it_at_once(num_processes, tiny_settings, tmp_path):
+    world = World(num_processes, tiny_settings | {"output_dir": str(tmp_path / "run")}, patches=["faults:slow_data"])
+    time.sleep(3)
+    world.signal(signal.SIGTERM)
+    assert world.wait(15) == [75] * num_processes, world.output()
+
+
+def test_no_worker_outlives_a_killed_process(tiny_settings, tmp_path):
+    settings = tiny_settings | {"output_dir": str(tmp_path / "run"), "num_workers": 2, "num_train_epochs": 100}
+    for start_method in ("fork", "forkserver"):
+        world = World(1, settings | {"overwrite_output_dir": True, "eval_steps": 999}, start_method=start_method)
+        world.wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists() and lines(tmp_path / "run"))
+        workers = psutil.Process(world.processes[0].pid).children(recursive=True)
+        assert len(workers) >= 2
+        world.kill()
+        _, alive = psutil.wait_procs(workers, timeout=20)
+        assert not alive, start_method
+        (tmp_path / "run" / "metrics.jsonl").unlink()
+
+
+def test_workers_live_through_a_signal_to_everybody_until_the_run_has_saved(tiny_settings, tmp_path):
+    settings = tiny_settings | {"output_dir": str(tmp_path / "run"), "num_workers": 2, "num_train_epochs": 100}
+    world = World(1, settings | {"eval_steps": 999}, patches=["faults:slow_steps"])
+    world.wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists() and lines(tmp_path / "run"))
+    for process in psutil.Process(world.processes[0].pid).children(recursive=True):
+        process.send_signal(signal.SIGTERM)
+    world.signal(signal.SIGTERM)
+    assert world.wait(30) == [75], world.output()
+    assert facts_of(tmp_path / "run")["status"] == "stopped"

@@ -222,6 +222,7 @@ class RunDirectory:
         """End the run before its time, after everything is saved. Raises `SystemExit(75)`."""
         self.record(cause=reason)
         self.say(f"stopped    {reason}; the same command goes on from here")
+        self.accelerator.end_training()
         raise SystemExit(EXIT_STOPPED)
 
     def __exit__(self, kind, error, trace) -> None:

@@ -17,7 +17,7 @@ EXIT_MISTAKE = 2
 NEUTRAL = frozenset(
     "output_dir overwrite_output_dir resume_from_checkpoint micro_batch_size eval_batch_size num_workers logging_steps"
     " checkpointing_steps checkpoints_total_limit max_train_time ddp_timeout gradient_checkpointing"
-    " torch_compile".split()
+    " torch_compile torch_compile_backend".split()
 )
 
 # Names that people bring from other training scripts, where the near match would not help.

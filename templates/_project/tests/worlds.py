@@ -1,0 +1,1 @@
+../../../tests/worlds.py

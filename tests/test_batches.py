@@ -1,0 +1,209 @@
+"""Which samples form which step, and which gradient follows."""
+
+import json
+import random
+import socket
+
+import pytest
+import torch
+
+import worlds
+from kit.batches import EvaluationSampler, Sample, StepSampler, WeightedSamples, build_loader, seed_for, seeded
+
+SHAPES = [(101, 16, 5, 2), (37, 8, 3, 3), (3, 16, 2, 1), (1, 8, 8, 3), (7, 2, 1, 3), (10, 10, 10, 1), (9, 9, 4, 2)]
+
+
+def sampler(num_samples, global_batch_size, micro_batch_size, num_processes, **changed) -> StepSampler:
+    steps = 3 * -(-num_samples // global_batch_size) + 1
+    options = {"seed": 0, "total_steps": steps} | changed
+    return StepSampler(num_samples, global_batch_size, micro_batch_size, num_processes, **options)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("lengths", [False, True])
+def test_every_epoch_has_every_sample_once_and_every_step_the_same_on_any_topology(shape, lengths):
+    lengths = [i * 7 % 5 for i in range(shape[0])] if lengths else None
+    split, whole = sampler(*shape, lengths=lengths), sampler(shape[0], shape[1], shape[1], 1, lengths=lengths)
+    batches = list(split)
+    assert len(batches) == len(split)
+    place = 0
+    for step in range(1, split.total_steps + 1):
+        window = split.window(step)
+        mine = batches[place : place + window.num_micro_batches * split.num_processes]
+        place += len(mine)
+        real = [sample for batch in mine for sample in batch if sample.weight]
+        assert sorted(sample.index for sample in real) == sorted(whole.samples(step))
+        assert len(real) == window.num_samples
+        assert {sample.epoch for batch in mine for sample in batch} == {split.epoch_of(step)}
+        for process in range(split.num_processes):
+            share = [s.index for batch in mine[process :: split.num_processes] for s in batch if s.weight]
+            assert share == split.share(step, process)
+        assert all(0 < len(batch) <= split.micro_batch_size for batch in mine)
+    assert place == len(batches)
+    for epoch in range(3):
+        steps = range(epoch * split.steps_per_epoch + 1, (epoch + 1) * split.steps_per_epoch + 1)
+        assert sorted(index for step in steps for index in split.samples(step)) == list(range(shape[0]))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_can_start_after_any_step(shape):
+    batches = list(sampler(*shape))
+    for start_step in range(sampler(*shape).total_steps + 1):
+        rest = sampler(*shape, start_step=start_step)
+        assert len(rest) == len(list(rest))
+        assert list(rest) == batches[len(batches) - len(rest) :]
+
+
+def test_epochs_and_seeds_have_other_orders():
+    orders = [tuple(sampler(37, 37, 37, 1, seed=seed).samples(step)) for seed in (0, 1) for step in (1, 2, 3)]
+    assert len(set(orders)) == 6
+
+
+def test_like_lengths_come_together_and_the_ragged_step_is_a_random_one():
+    draw = random.Random(0)
+    lengths = [draw.randint(1, 100) for _ in range(1003)]
+    grouped = sampler(1003, 10, 10, 1, lengths=lengths)
+    spans = [max(part) - min(part) for part in ([lengths[i] for i in grouped.samples(step)] for step in range(1, 101))]
+    assert sum(spans) / len(spans) < 5, "random steps of 10 span about 80"
+    firsts = [lengths[grouped.samples(step)[0]] for step in range(1, 101)]
+    assert firsts != sorted(firsts), "the steps are shuffled"
+    tails = {tuple(sorted(grouped.samples(step))) for step in (101, 202, 303)}
+    assert len(tails) == 3
+
+
+@pytest.mark.parametrize(("count", "size", "processes"), [(13, 4, 1), (13, 4, 2), (13, 4, 3), (1, 4, 3), (12, 4, 3)])
+def test_evaluation_hands_out_every_sample_once_in_the_same_batches(count, size, processes):
+    batches = list(EvaluationSampler(count, size, processes))
+    assert len(batches) == len(EvaluationSampler(count, size, processes))
+    assert len(batches) % processes == 0
+    real = [[s.index for s in batch if s.weight] for batch in batches]
+    assert [batch for batch in real if batch] == [list(range(i, min(i + size, count))) for i in range(0, count, size)]
+
+
+class Drawing(torch.utils.data.Dataset):
+    """A data set that augments from the global generators, as people's do."""
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        import numpy
+
+        return {"draw": torch.tensor([random.random(), numpy.random.rand(), torch.rand(()).item()])}
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_augmentation_follows_epoch_and_sample_whatever_the_workers(num_processes):
+    found = {}
+    for workers in (0, 2):
+        steps = sampler(20, 4, 2, num_processes)
+        loader = build_loader(Drawing(), steps, None, workers, seed=1)
+        torch.manual_seed(workers)
+        seen = [
+            (batch["sample_id"][i].item(), *batch["draw"][i].tolist())
+            for batch in loader
+            for i in range(len(batch["weight"]))
+            if batch["weight"][i]
+        ]
+        found[workers] = seen
+    assert found[0] == found[2]
+    assert len(set(found[0])) == len(found[0]), "no draw is repeated among workers, processes or epochs"
+
+
+def test_drawing_a_sample_leaves_the_generators_as_they_were():
+    import numpy
+
+    torch.manual_seed(3)
+    random.seed(3)
+    numpy.random.seed(3)
+    expected = (random.random(), numpy.random.rand(), torch.rand(()).item())
+    torch.manual_seed(3)
+    random.seed(3)
+    numpy.random.seed(3)
+    WeightedSamples(Drawing(), seed=0)[Sample(4, 0, 1.0)]
+    assert (random.random(), numpy.random.rand(), torch.rand(()).item()) == expected
+    with seeded("a"):
+        first = torch.rand(())
+    with seeded("a"):
+        assert torch.rand(()) == first
+    assert seed_for(0, 1) != seed_for(1, 0)
+
+
+# -- a loss that divides by tokens ----------------------------------------------------------------------------------
+
+
+class Tokens(torch.utils.data.Dataset):
+    """Sequences of 1 to 9 tokens of 11 kinds, padded with -100."""
+
+    def __len__(self):
+        return 23
+
+    def __getitem__(self, index):
+        draw = random.Random(index)
+        count = draw.randint(1, 9)
+        return {"tokens": torch.tensor([draw.randrange(11) for _ in range(count)] + [-100] * (9 - count))}
+
+
+def train_by_tokens(micro_batch_size: int) -> list[float]:
+    """A loop whose loss is a mean over tokens: the rule is the same, only the count has to travel."""
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
+
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(11, 8), torch.nn.Linear(8, 11))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    steps = sampler(23, 8, micro_batch_size, accelerator.num_processes)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, build_loader(Tokens(), steps, None, 0, seed=0))
+    batches, losses = iter(loader), []
+    for step in range(1, steps.total_steps + 1):
+        window = [next(batches) for _ in range(steps.window(step).num_micro_batches)]
+        counts = [((batch["tokens"] >= 0).sum(1) * batch["weight"]).sum() for batch in window]
+        num_tokens = accelerator.reduce(torch.stack(counts).sum())
+        total = torch.zeros(())
+        for i, batch in enumerate(window):
+            with accelerator.no_sync(model) if i < len(window) - 1 else torch.enable_grad():
+                labels = batch["tokens"]
+                inputs = labels.clamp(min=0).roll(1, dims=1)
+                each = torch.nn.functional.cross_entropy(
+                    model(inputs).flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100
+                ).view(labels.shape)
+                loss = (each.sum(1) * batch["weight"]).sum()
+                accelerator.backward(loss * accelerator.num_processes / num_tokens)
+            total += loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(total).item() / num_tokens.item())
+    return losses
+
+
+def _rank(rank: int, world: int, port: int, micro_batch_size: int, path: str) -> None:
+    import os
+
+    if world > 1:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    losses = train_by_tokens(micro_batch_size)
+    if rank == 0:
+        with open(path, "w") as file:
+            json.dump(losses, file)
+
+
+def test_a_loss_over_tokens_obeys_the_same_rule(tmp_path):
+    found = {}
+    for world, micro_batch_size in ((1, 8), (1, 3), (2, 4), (2, 3), (3, 1)):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        path = tmp_path / f"{world}_{micro_batch_size}.json"
+        ranks = [worlds.process(_rank, (r, world, port, micro_batch_size, str(path))) for r in range(world)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(120)
+            assert process.exitcode == 0
+        found[world, micro_batch_size] = json.loads(path.read_text())
+    assert len(found[1, 8]) == 10
+    for losses in found.values():
+        assert losses == pytest.approx(found[1, 8], rel=1e-5)
