@@ -401,7 +401,8 @@ def ran_out_of_memory(accelerator, model, batch: dict, guard: MemoryGuard, stop:
         two = recursively_apply(lambda value: value[:2], batch)
         accelerator.backward(weighted_loss(forward(model, two), two["label"], two["weight"]))
     ran_out = stop.on_any_process(guard.ran_out)
-    guard.reset()
+    if ran_out:
+        guard.reset()  # it takes a while
     return ran_out
 
 
@@ -480,7 +481,13 @@ def main(settings: Settings) -> None:
     # Model, optimizer, schedule
     if settings.sync_batchnorm:
         model = synchronise_batchnorm(accelerator, model)
-    batchnorm_notes = describe_batchnorm(model, sampler, settings.sync_batchnorm, settings.micro_batch_size)
+    batchnorm_notes = describe_batchnorm(
+        model,
+        sampler,
+        sync_batchnorm=settings.sync_batchnorm,
+        gradient_checkpointing=settings.gradient_checkpointing,
+        micro_batch_size=settings.micro_batch_size,
+    )
     if accelerator.device.type == "cuda":
         model = model.to(memory_format=torch.channels_last)
     ema = build_ema(settings, model, accelerator.device)
@@ -617,8 +624,8 @@ def main(settings: Settings) -> None:
         if accelerator.is_main_process:
             export(plain_model, preprocessing, splits.label_names, run.path / "best")
         results = {
-            "best_step": progress.best_step,
             "skipped_steps": progress.skipped_steps,
+            "best_step": progress.best_step,
             f"best_{settings.metric_for_best_model}": progress.best_metric,
         }
         if test is not None:

@@ -13,10 +13,11 @@ import os
 import sys
 from pathlib import Path
 
-from kit.settings import UserError, exit_codes, one_line, parse_settings
+from kit.settings import MachineError, UserError, exit_codes, one_line, parse_settings
 from kit.stopping import EXIT_STOPPED
 from kit.world import asks_for_cpu, visible_cores
 
+MEETING_TIMEOUT = 300  # seconds that the machines of a run wait for each other
 STARTS_SEVERAL = ("MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "FSDP", "DEEPSPEED")
 
 
@@ -133,20 +134,30 @@ def main(arguments: list[str]) -> int:
 
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     os.environ["ACCELERATE_MIXED_PRECISION"] = options.mixed_precision or profile.get("mixed_precision", "no")
     output_dir = check_script(script, options.training_script_args, reads_data=True)
+    where = ""
     if num_machines > 1:
         rank = options.machine_rank if options.machine_rank is not None else profile.get("machine_rank", 0)
         address = options.main_process_ip or profile.get("main_process_ip")
         port = options.main_process_port or profile.get("main_process_port")
-        print(f"machine {rank} of {num_machines}, {num_processes} processes; meeting at {address}:{port}", flush=True)
+        where = f"machine {rank} of {num_machines}, {num_processes} processes, meeting at {address}:{port}"
+        options.rdzv_conf = options.rdzv_conf or f"timeout={MEETING_TIMEOUT}"
+        print(where, flush=True)
     try:
         launch.launch_command(options)
     except ChildFailedError as error:
         return exit_code_of(output_dir, [failure.exitcode for failure in error.failures.values()])
     except SignalException:
         return exit_code_of(output_dir, [])
+    except (torch.distributed.DistError, RendezvousError) as error:
+        raise MachineError(
+            f"{where or 'the processes of this machine'}: they did not find each other ({one_line(error)[:200]}). Is"
+            " machine 0 started, its address one that this machine reaches, the port open and free, and --machine_rank"
+            " another on each machine?"
+        ) from error
     return 0
 
 

@@ -167,18 +167,25 @@ def describe_labels(label_names: tuple[str, ...]) -> str:
     return f"labels {', '.join(label_names[:20])}{', ...' if len(label_names) > 20 else ''}; {f1}"
 
 
-def tokenize(split, tokenizer, text_columns: tuple[str, ...], max_length: int):
-    """Return the split as token ids and their `length`; cached beside the split under all that decides the result."""
+def tokenize(splits: TextSplits, tokenizer, max_length: int) -> list:
+    """Return train, validation and test (or None) as token ids with their `length`.
+
+    Each is cached beside its split, under all else that decides the result.
+    """
+    columns = splits.text_columns
 
     def encode(rows: dict) -> dict:
-        encoded = tokenizer(*(rows[column] for column in text_columns), truncation=True, max_length=max_length)
+        encoded = tokenizer(*(rows[column] for column in columns), truncation=True, max_length=max_length)
         return {**encoded, "length": [len(ids) for ids in encoded["input_ids"]]}
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:  # hashed before its first use, which changes it
         tokenizer.save_pretrained(folder)
         files = [path.read_bytes() for path in sorted(Path(folder).iterdir())]
-    key = hashlib.sha256(b"\0".join([*files, repr((text_columns, max_length)).encode()])).hexdigest()[:32]
-    return split.map(encode, batched=True, remove_columns=list(text_columns), new_fingerprint=key, desc="tokenizing")
+    key = hashlib.sha256(b"\0".join([*files, repr((columns, max_length)).encode()])).hexdigest()[:32]
+    return [
+        split and split.map(encode, batched=True, remove_columns=list(columns), new_fingerprint=key, desc="tokenizing")
+        for split in (splits.train, splits.validation, splits.test)
+    ]
 
 
 class PadToLongest:
@@ -356,10 +363,7 @@ def main(settings: Settings) -> None:
     with preparation:
         splits = load_data(settings)
         tokenizer, model = build_model(settings, splits.label_names)
-        train, validation, test = (
-            split and tokenize(split, tokenizer, splits.text_columns, settings.max_length)
-            for split in (splits.train, splits.validation, splits.test)
-        )
+        train, validation, test = tokenize(splits, tokenizer, settings.max_length)
     if on_main(accelerator, check_run_directory, settings, splits.source["sha256"]) == "done":
         accelerator.print(f"{settings.output_dir} is done; to run it again: --overwrite_output_dir true")
         return

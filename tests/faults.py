@@ -151,20 +151,20 @@ def full_disk(template) -> None:
 
 
 def count_tokenizing(template) -> None:
-    """Append a letter to the file COUNTER each time a split is really tokenized; start with the cache CACHE."""
+    """Append a line to the file COUNTER each time a split is really tokenized; start with the cache CACHE."""
     import datasets
 
     datasets.config.HF_DATASETS_CACHE = os.environ["CACHE"]
     original = template.tokenize
 
-    def replaced(split, tokenizer, *arguments):
+    def replaced(splits, tokenizer, *arguments):
         def counting(*texts, **keywords):
             with open(os.environ["COUNTER"], "a") as file:
-                file.write("x")
+                file.write(f"{os.environ.get('RANK')} {len(texts[0])}\n")
             return tokenizer(*texts, **keywords)
 
         counting.save_pretrained = tokenizer.save_pretrained
-        return original(split, counting, *arguments)
+        return original(splits, counting, *arguments)
 
     template.tokenize = replaced
 

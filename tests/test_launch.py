@@ -168,3 +168,13 @@ def test_when_a_launcher_of_one_process_is_killed_the_script_saves_and_ends(tiny
         assert time.monotonic() < deadline, "the script goes on alone"
         time.sleep(0.1)
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "stopped"
+
+
+def test_a_machine_that_nobody_answers_gives_up_with_a_hint(tiny_settings, tmp_path):
+    settings = tiny_settings | {"output_dir": tmp_path / "run"}
+    options = ["--machine_rank", "1", "--main_process_port", "9", "--num_processes", "2", "--rdzv_conf", "timeout=5"]
+    process = start("multi_node", settings, *options)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, output
+    assert "machine 1 of 2, 2 processes, meeting at 127.0.0.1:9" in output
+    assert "Is machine 0 started" in output.splitlines()[-1]

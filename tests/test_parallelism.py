@@ -30,9 +30,7 @@ METHODS = (
 # the whole model on each process
 REPLICATED = ("ddp_from_scratch", "ddp", "ddp_accumulation", "accelerate_way")
 # 13 samples in steps of 5: three steps, the last of 3; odd shares, odd micro-batches, fillers.
-SMALL = (
-    "--num_samples 13 --global_batch_size 5 --hidden_size 12 --num_hidden_layers 2 --num_attention_heads 2"
-)
+SMALL = "--num_samples 13 --global_batch_size 5 --hidden_size 12 --num_hidden_layers 2 --num_attention_heads 2"
 
 CASES = {  # number of processes: {name: command line}
     1: {
@@ -69,12 +67,8 @@ CASES = {  # number of processes: {name: command line}
         "ddp accumulation, many": (
             "ddp_accumulation --global_batch_size 12 --micro_batch_size 1 --bucket_cap_mb 0.004"
         ),
-        "ddp accumulation, 5 samples": (
-            "ddp_accumulation --num_samples 5 --global_batch_size 4 --micro_batch_size 2"
-        ),
-        "ddp accumulation, 7 samples": (
-            "ddp_accumulation --num_samples 7 --global_batch_size 4 --micro_batch_size 2"
-        ),
+        "ddp accumulation, 5 samples": ("ddp_accumulation --num_samples 5 --global_batch_size 4 --micro_batch_size 2"),
+        "ddp accumulation, 7 samples": ("ddp_accumulation --num_samples 7 --global_batch_size 4 --micro_batch_size 2"),
         "accelerate": "accelerate_way --micro_batch_size 2",
         "accelerate, 7 samples": "accelerate_way --num_samples 7 --global_batch_size 4 --micro_batch_size 1",
         "zero 1": "zero --stage 1",
@@ -88,9 +82,7 @@ CASES = {  # number of processes: {name: command line}
         "pipeline, batch 10 in 4, last of 2": (
             "pipeline_parallel --num_samples 12 --global_batch_size 10 --num_micro_batches 4"
         ),
-        "pipeline, batch 3 in 4": (
-            "pipeline_parallel --num_samples 6 --global_batch_size 3 --num_micro_batches 4"
-        ),
+        "pipeline, batch 3 in 4": ("pipeline_parallel --num_samples 6 --global_batch_size 3 --num_micro_batches 4"),
         "torch gpipe, 1 chunk": "pipeline_parallel --num_micro_batches 1 --schedule gpipe",
         "torch gpipe, batch 10 in 4, last of 2": (
             "pipeline_parallel --num_samples 12 --global_batch_size 10 --num_micro_batches 4 --schedule gpipe"
@@ -151,9 +143,7 @@ def train_all(world: World, folder: Path) -> None:
             with Record(keep_tensors=True, measure_memory=True) as record:
                 module.train(settings_of(name), world, record)
             record.finish(world)
-            result = {
-                key: getattr(record, key) for key in ("losses", "gradients", "parameters", "samples", "notes")
-            }
+            result = {key: getattr(record, key) for key in ("losses", "gradients", "parameters", "samples", "notes")}
             result["weights"] = record.weights
             result["collectives"] = [step.collectives for step in record.steps]
             result["memory"] = [step.memory for step in record.steps]
@@ -205,9 +195,7 @@ def results(tmp_path_factory) -> dict[str, list[dict]]:
     for size, cases in CASES.items():
         launch(train_all, size, folder)
         parts = [torch.load(folder / f"{size}_{rank}.pt", weights_only=False) for rank in range(size)]
-        collected.update(
-            {name: [part.get(name, {"error": "not reached"}) for part in parts] for name in cases}
-        )
+        collected.update({name: [part.get(name, {"error": "not reached"}) for part in parts] for name in cases})
     return collected
 
 
@@ -225,33 +213,23 @@ def test_losses_gradients_and_weights_after_every_step_are_the_plain_loops(resul
     losses = torch.stack(plain.losses)
     assert len(losses) >= 2
     for process in processes:
-        assert (
-            len(process["losses"]) == len(process["gradients"]) == len(process["parameters"]) == len(losses)
-        )
+        assert len(process["losses"]) == len(process["gradients"]) == len(process["parameters"]) == len(losses)
         assert_equal({"loss": torch.tensor(process["losses"])}, {"loss": losses}, name)
         for step in range(len(losses)):
             assert_equal(process["gradients"][step], plain.gradients[step], f"gradients of step {step}")
             assert_equal(process["parameters"][step], plain.parameters[step], f"parameters after step {step}")
     for kind, wanted in (("gradients", plain.gradients), ("parameters", plain.parameters)):
-        assert {key for process in processes for key in process[kind][0]} == set(wanted[0]), (
-            f"{kind} are missing"
-        )
+        assert {key for process in processes for key in process[kind][0]} == set(wanted[0]), f"{kind} are missing"
 
 
 @pytest.mark.parametrize("name", [name for name in TRAINED if method_of(name) != "pipeline_parallel"])
 def test_processes_stay_bit_equal(results, name):
     first = results[name][0]
     for other in results[name][1:]:
-        for step, (parameters, gradients) in enumerate(
-            zip(first["parameters"], first["gradients"], strict=True)
-        ):
+        for step, (parameters, gradients) in enumerate(zip(first["parameters"], first["gradients"], strict=True)):
             assert parameters.keys() == other["parameters"][step].keys()
-            assert all(
-                torch.equal(tensor, other["parameters"][step][key]) for key, tensor in parameters.items()
-            )
-            assert all(
-                torch.equal(tensor, other["gradients"][step][key]) for key, tensor in gradients.items()
-            )
+            assert all(torch.equal(tensor, other["parameters"][step][key]) for key, tensor in parameters.items())
+            assert all(torch.equal(tensor, other["gradients"][step][key]) for key, tensor in gradients.items())
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -271,9 +249,7 @@ def test_shards_are_disjoint_and_complete_and_every_epoch_has_its_own_order(resu
     orders = []
     for epoch in epochs:
         assert all(len({len(share) for share in step}) == 1 for step in epoch), "some process has more to do"
-        orders.append(
-            [index for step in epoch for share in step for index in share if index != problem.FILLER]
-        )
+        orders.append([index for step in epoch for share in step for index in share if index != problem.FILLER])
         assert sorted(orders[-1]) == list(range(settings.num_samples))
     assert orders[0] != orders[1]
 
@@ -300,20 +276,13 @@ def test_accumulation_communicates_once_a_step(results, name):
 
 
 def test_ddp_sends_buckets_and_ddp_from_scratch_a_parameter_at_a_time(results):
-    names = [
-        len(results[name][0]["collectives"][-1]) for name in ("ddp", "ddp, small buckets", "ddp from scratch")
-    ]
+    names = [len(results[name][0]["collectives"][-1]) for name in ("ddp", "ddp, small buckets", "ddp from scratch")]
     num_parameters = len(results["ddp"][0]["parameters"][0])
     assert names[0] == 1
     assert 1 < names[1] < num_parameters
     assert names[2] == num_parameters
     assert (
-        len(
-            {
-                sum(size for _, size in results[name][0]["collectives"][-1])
-                for name in ("ddp", "ddp, small buckets")
-            }
-        )
+        len({sum(size for _, size in results[name][0]["collectives"][-1]) for name in ("ddp", "ddp, small buckets")})
         == 1
     )
 
@@ -469,9 +438,7 @@ def torchrun(*arguments: object, folder: Path) -> subprocess.CompletedProcess:
 def test_started_by_torchrun_as_a_user_would_from_another_folder(tmp_path):
     from safetensors.torch import load_file
 
-    done = torchrun(
-        FOLDER / "ddp_accumulation.py", "--num_samples", 7, "--global_batch_size", 4, folder=tmp_path
-    )
+    done = torchrun(FOLDER / "ddp_accumulation.py", "--num_samples", 7, "--global_batch_size", 4, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("ddp_accumulation.py: 2 process(es), cpu (gloo), 1 thread(s) each") == 1
     assert "could not be dealt evenly; 2 place(s) were filled with samples of weight 0" in done.stdout
@@ -479,9 +446,7 @@ def test_started_by_torchrun_as_a_user_would_from_another_folder(tmp_path):
     record = json.loads((folder / "record.json").read_text())
     plain = plain_record(problem.Settings(num_samples=7, global_batch_size=4))
     assert record["losses"] == pytest.approx([loss.item() for loss in plain.losses], rel=1e-5)
-    problem.make_model(problem.Settings()).load_state_dict(
-        load_file(folder / "model.safetensors"), strict=True
-    )
+    problem.make_model(problem.Settings()).load_state_dict(load_file(folder / "model.safetensors"), strict=True)
 
 
 def train_with_a_broken_sample(world: World) -> None:
@@ -557,6 +522,4 @@ def test_the_readme_names_every_script_and_shows_small_pictures_that_are_there()
 
 def test_the_backend_follows_the_devices():
     """No script names a backend; processes.py asks for nccl only where each process has a GPU."""
-    assert [path.name for path in sorted(FOLDER.glob("*.py")) if '"nccl"' in path.read_text()] == [
-        "processes.py"
-    ]
+    assert [path.name for path in sorted(FOLDER.glob("*.py")) if '"nccl"' in path.read_text()] == ["processes.py"]

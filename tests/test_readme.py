@@ -116,7 +116,9 @@ def test_make_hands_options_on_intact_and_a_signal_to_make_saves(tmp_path):
 
 
 def test_help_through_the_module_form():
-    command = "python -m accelerate.commands.launch --config_file configs/cpu.yaml templates/text_classification.py --help"
+    command = (
+        "python -m accelerate.commands.launch --config_file configs/cpu.yaml templates/text_classification.py --help"
+    )
     answer = shell(command)
     assert answer.returncode == 0, answer.stderr
     assert "Peak learning rate of AdamW." in answer.stdout

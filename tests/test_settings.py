@@ -118,3 +118,16 @@ def test_help_and_mistakes_import_nothing_heavy(tmp_path):
         if code:
             assert len(answer.stderr.strip().splitlines()) == 1, answer.stderr
     assert Path(script).exists()
+
+
+def test_the_tested_ranges_are_those_of_pyproject():
+    import re
+
+    from conftest import REPOSITORY
+    from kit.runlog import TESTED, untested
+
+    text = (REPOSITORY / "pyproject.toml").read_text("utf-8")
+    for name, (low, high) in TESTED.items():
+        assert re.search(rf'"{name}>={re.escape(low)},<{re.escape(high)}"', text), name
+    assert untested({"torch": "2.14.1+cu130"}) == []
+    assert untested({"torch": "3.0"}) == ["torch 3.0 is outside of what was tested (2.14 to below 3)"]

@@ -32,7 +32,6 @@ from typing import NamedTuple, TypeVar
 SPLIT_SIZES = {"train": 2400, "validation": 300, "test": 400}
 PARAPHRASE_SHARE = 0.55  # not one half, so that accuracy and F1 differ
 SWAPPED_SHARE = 1 / 16  # where no word is exchanged
-MOST_EXCHANGED = 4  # words exchanged in one pair: from one to this many
 
 
 def synonyms(text: str) -> list[tuple[str, str]]:
@@ -221,9 +220,7 @@ def draw_pair(draws: Draws, lists: dict[str, list[tuple[str, str]]], label: str)
             i, j = scene.swap
             words2[i], words2[j] = words2[j], words2[i]
     else:
-        places = draws.several(
-            range(len(scene.slots)), 1 + draws.below(min(MOST_EXCHANGED, len(scene.slots)))
-        )
+        places = draws.several(range(len(scene.slots)), 1 + draws.below(len(scene.slots)))
         kinds = tuple(f"other {scene.slots[place]}" for place in sorted(places))
         for place in places:
             words2[place] = (old if label == "paraphrase" else new)[place][1 - sides[place]]

@@ -32,7 +32,9 @@ def synchronise_batchnorm(accelerator, model: torch.nn.Module) -> torch.nn.Modul
     return convert_sync_batchnorm(model) if is_possible else model
 
 
-def describe_batchnorm(model, sampler, sync_batchnorm: bool, micro_batch_size: int | str) -> list[str]:
+def describe_batchnorm(
+    model, sampler, *, sync_batchnorm: bool, gradient_checkpointing: bool, micro_batch_size: int | str
+) -> list[str]:
     """Return what the user should know about BatchNorm in this run."""
     if not learns_batchnorm(model):
         return ["sync_batchnorm has no effect: no BatchNorm is trained in this model"] if sync_batchnorm else []
@@ -47,14 +49,21 @@ def describe_batchnorm(model, sampler, sync_batchnorm: bool, micro_batch_size: i
             " global_batch_size and micro_batch_size, or use --sync_batchnorm true (several GPUs), --freeze_backbone"
             " true, or a model with another norm, such as resnet50_gn"
         )
+    if gradient_checkpointing:
+        notes.append("gradient_checkpointing runs BatchNorm twice a step: its statistics follow the last batches more")
     if micro_batch_size == "auto":
         notes.append("BatchNorm sees one micro-batch: with micro_batch_size auto the numbers follow what fits")
         return notes
     last = sampler.steps_per_epoch
-    if fillers := sampler.num_fillers(last):
+    if fillers := sampler.num_fillers(1):
+        notes.append(
+            f"for BatchNorm each step is filled up with {fillers} of weight 0: none is needed where a process has several"
+            " images and micro_batch_size divides them"
+        )
+    elif fillers := sampler.num_fillers(last):
         count = sampler.window(last).num_samples
         notes.append(
-            f"the last step of an epoch has {count} image{'s' if count > 1 else ''}, none is left out: for BatchNorm its"
-            f" micro-batches are filled up with {fillers} others of weight 0"
+            f"the last step of an epoch has {count} image{'s' if count > 1 else ''}: none is left out, and {fillers} of"
+            f" weight 0 fill{'s' if fillers == 1 else ''} up its micro-batches for BatchNorm"
         )
     return notes

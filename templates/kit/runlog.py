@@ -21,7 +21,19 @@ from kit.world import on_main
 LEFT_BEHIND = (
     "settings.yaml run.json metrics.jsonl README.md report.html predictions.csv checkpoints best final".split()
 )
-PACKAGES = "torch accelerate transformers datasets evaluate timm torchvision scikit-learn numpy safetensors".split()
+# What the tests ran with: from this version to below that one, as in pyproject.toml.
+TESTED = {
+    "torch": ("2.14", "3"),
+    "accelerate": ("1.15", "2"),
+    "transformers": ("5.20", "6"),
+    "datasets": ("5.2", "6"),
+    "evaluate": ("0.4.6", "0.5"),
+    "timm": ("1.0.31", "2"),
+    "torchvision": ("0.29", "1"),
+    "scikit-learn": ("1.7", "2"),
+    "numpy": ("2.2", "3"),
+    "safetensors": ("0.8", "1"),
+}
 
 
 def read_run(output_dir: Path) -> dict | None:
@@ -126,6 +138,7 @@ class RunDirectory:
             "schedule": schedule,
             "run": f"{self.path} (start {self.facts['starts']})" if self.is_main else "",
         }
+        notes = [*notes, *untested(_versions())]
         for name, text in [*lines.items(), *(("note", note) for note in notes)]:
             self.say(f"{name:<10} {text}")
 
@@ -292,12 +305,24 @@ def _short(value: float) -> str:
 
 def _versions() -> dict[str, str]:
     found = {}
-    for name in PACKAGES:
+    for name in TESTED:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def untested(versions: dict[str, str]) -> list[str]:
+    """Return a line for each package whose version lies outside of what was tested."""
+    from packaging.version import Version
+
+    ranges = {name: tuple(map(Version, TESTED[name])) for name in versions}
+    return [
+        f"{name} {version} is outside of what was tested ({TESTED[name][0]} to below {TESTED[name][1]})"
+        for name, version in versions.items()
+        if not ranges[name][0] <= Version(version) < ranges[name][1]
+    ]
 
 
 def _peak_memory_gb() -> float | None:

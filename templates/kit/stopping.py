@@ -179,10 +179,10 @@ def begin_worker(worker_id: int) -> None:
     batches until it has saved; and where workers are forked by a server they do not see their trainer die.
     """
     trainer = multiprocessing.parent_process()
-    threading.Thread(target=_end_with, args=(trainer,), daemon=True).start()
     if hasattr(signal, "sigwaitinfo"):
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # first: the threads below inherit it
         threading.Thread(target=_obey_only, args=(trainer.pid,), daemon=True).start()
+    threading.Thread(target=_end_with, args=(trainer,), daemon=True).start()
 
 
 def _end_with(trainer) -> None:

@@ -1,0 +1,113 @@
+"""What a test wants to see of a run from inside: each function gets the script's module before `main`.
+
+Results go to files named after the environment variable SPY.
+"""
+
+import copy
+import json
+import os
+
+import torch
+
+
+def without_dropout(script) -> None:
+    """Switch dropout off: it draws per process, so runs on other numbers of processes differ by it."""
+    torch.nn.Dropout.forward = lambda self, value: value
+
+
+def _copied(batch):
+    return {name: _copied(part) if isinstance(part, dict) else part.clone() for name, part in batch.items()}
+
+
+def train_plainly(script) -> None:
+    """After `main` on one process, a step in one pass: train on the same batches as plain PyTorch does.
+
+    Writes SPY.json: the numbers of each step, and the loss and number of samples of each evaluation.
+    """
+    forward, predict, main = script.forward, script.predict, script.main
+    start, training, evaluations = [], [], {}
+
+    def seeing_forward(model, batch):
+        if torch.is_grad_enabled():
+            start or start.append(copy.deepcopy(model))
+            training.append(_copied(batch))
+        else:
+            evaluations[len(training)][-1].append(_copied(batch))
+        return forward(model, batch)
+
+    def seeing_predict(*arguments):
+        evaluations.setdefault(len(training), []).append([])
+        return predict(*arguments)
+
+    def loss_of(model, batch):
+        return script.weighted_loss(forward(model, batch), batch["label"], batch["weight"])
+
+    def run_both(settings):
+        main(settings)
+        model, rows = start[0], []
+        optimizer, schedule = script.build_optimizer(settings, model, len(training))
+        for step, batch in enumerate(training, 1):
+            model.train()
+            script.seed_all(settings.seed, "step", step, 0)
+            loss = loss_of(model, batch) / len(batch["label"])
+            loss.backward()
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            learning_rate = schedule.get_last_lr()[0]
+            rows.append(
+                {"step": step, "loss": loss.item(), "grad_norm": grad_norm.item(), "learning_rate": learning_rate}
+            )
+            if step in evaluations:
+                model.eval()
+                batches = evaluations[step][0]
+                with torch.no_grad():
+                    total = sum(loss_of(model, batch).item() for batch in batches)
+                count = sum(len(batch["label"]) for batch in batches)
+                rows.append({"step": step, "eval_loss": total / count, "eval_samples": count})
+        with open(f"{os.environ['SPY']}.json", "w") as file:
+            json.dump(rows, file)
+
+    script.forward, script.predict, script.main = seeing_forward, seeing_predict, run_both
+
+
+def count_exchanges(script) -> None:
+    """Append a letter to SPY.txt for each exchange of gradients that process 0 takes part in."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+    from torch.nn.parallel import DistributedDataParallel
+
+    build = script.build_accelerator
+
+    def counting(group, bucket):
+        if os.environ["RANK"] == "0":
+            with open(f"{os.environ['SPY']}.txt", "a") as file:
+                file.write("x")
+        return allreduce_hook(group, bucket)
+
+    def seeing_build(*arguments, **keywords):
+        accelerator = build(*arguments, **keywords)
+        prepare = accelerator.prepare
+
+        def seeing_prepare(*parts):
+            prepared = prepare(*parts)
+            for part in prepared if isinstance(prepared, tuple) else ():
+                if isinstance(part, DistributedDataParallel):
+                    part.register_comm_hook(None, counting)
+            return prepared
+
+        accelerator.prepare = seeing_prepare
+        return accelerator
+
+    script.build_accelerator = seeing_build
+
+
+def worse_each_time(script) -> None:
+    """Let each evaluation find a larger loss than the one before."""
+    note, calls = script.note_evaluation, []
+
+    def replaced(progress, metric, *arguments, **keywords):
+        calls.append(1)
+        return note(progress, float(len(calls)), *arguments, **keywords)
+
+    script.note_evaluation = replaced
