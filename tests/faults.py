@@ -203,20 +203,21 @@ def break_an_image(template) -> None:
 
 
 def record_samples(template) -> None:
-    """Write the samples that each step really trains on, one JSON object a micro-batch, to SAMPLES.rank."""
+    """Write the samples that are really trained on to SAMPLES.rank: {"step": k}, then a line for each micro-batch."""
     seed_all, forward = template.seed_all, template.forward
-    place = {"step": 0}
+
+    def write(**row) -> None:
+        with open(f"{os.environ['SAMPLES']}.{os.environ.get('RANK', '0')}", "a") as file:
+            file.write(json.dumps(row) + "\n")
 
     def note_step(*parts):
         if len(parts) > 1 and parts[1] == "step":
-            place["step"] = parts[2]
+            write(step=parts[2])
         return seed_all(*parts)
 
     def note_samples(model, batch):
-        if model.training and place["step"]:
-            real = batch["sample_id"][batch["weight"] > 0].tolist()
-            with open(f"{os.environ['SAMPLES']}.{os.environ.get('RANK', '0')}", "a") as file:
-                file.write(json.dumps({"step": place["step"], "samples": real}) + "\n")
+        if model.training:
+            write(samples=batch["sample_id"][batch["weight"] > 0].tolist())
         return forward(model, batch)
 
     template.seed_all, template.forward = note_step, note_samples

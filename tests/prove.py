@@ -6,9 +6,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tiny import make_tiny, settings_for
-
 import conftest  # noqa: F401 (the templates on the path, no network, own caches)
+from tiny import make_tiny, settings_for
 from worlds import World, largest_difference, lines, run, samples_by_step
 
 COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}

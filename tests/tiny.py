@@ -26,7 +26,9 @@ def make_tiny(folder: Path) -> Path:
     """Fill a folder with TINY-BERT in bert/ (dropout on) and bert_still/ (dropout off), and PAIRS as *.jsonl."""
     import torch
     from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
     (folder / "vocab.txt").write_text("\n".join(vocabulary), "utf-8")
     tokenizer = BertTokenizerFast(str(folder / "vocab.txt"))

@@ -175,13 +175,13 @@ def samples_by_step(prefix: Path) -> dict[int, list[int]]:
     """
     found: dict[int, list[int]] = {}
     for path in sorted(prefix.parent.glob(f"{prefix.name}.*")):
-        mine, last = {}, None
-        for line in path.read_text("utf-8").splitlines():
-            row = json.loads(line)
-            if row["step"] != last:
-                mine[row["step"]] = []
-            last = row["step"]
-            mine[last] += row["samples"]
+        mine: dict[int, list[int]] = {}
+        for row in map(json.loads, path.read_text("utf-8").splitlines()):
+            if "step" in row:
+                step = row["step"]
+                mine[step] = []
+            elif mine:  # passes before the first step only try out what fits into memory
+                mine[step] += row["samples"]
         for step, samples in mine.items():
             found[step] = found.get(step, []) + samples
     return {step: sorted(samples) for step, samples in sorted(found.items())}

@@ -57,8 +57,8 @@ def describe_batchnorm(
     last = sampler.steps_per_epoch
     if fillers := sampler.num_fillers(1):
         notes.append(
-            f"for BatchNorm each step is filled up with {fillers} of weight 0: none is needed where a process has several"
-            " images and micro_batch_size divides them"
+            f"for BatchNorm each step is filled up with {fillers} of weight 0; none is needed where a process has"
+            " several images and micro_batch_size divides them"
         )
     elif fillers := sampler.num_fillers(last):
         count = sampler.window(last).num_samples

@@ -23,7 +23,6 @@ CACHES = tempfile.TemporaryDirectory(prefix="tests-")
 os.environ.update(HF_HOME=CACHES.name, HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 # Several processes share few cores: threads that spin would make each ten times slower.
 os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
-os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(PROJECT)])  # the fork server of worlds.py looks there
 for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION"):
     os.environ.pop(name, None)
 
