@@ -452,10 +452,8 @@ def main(settings: Settings) -> None:
             for micro_batch in range(window.num_micro_batches):
                 batch = next(batches)
                 is_last = micro_batch == window.num_micro_batches - 1
-                with (
-                    guard,
-                    nullcontext() if is_last else accelerator.no_sync(model),
-                ):  # one exchange of gradients a step
+                exchange = nullcontext() if is_last else accelerator.no_sync(model)  # of gradients: once per step
+                with guard, exchange:
                     loss = weighted_loss(forward(model, batch), batch["label"], batch["weight"])
                     accelerator.backward(loss * scale)
                     loss_sum += loss.detach()
@@ -467,7 +465,8 @@ def main(settings: Settings) -> None:
                 batches = iter(train_loader)
                 continue
             grad_norm = accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm or float("inf"))
-            if progress.skipped_steps < settings.skip_nonfinite_steps and not grad_norm.isfinite():
+            may_skip = progress.skipped_steps < settings.skip_nonfinite_steps and accelerator.scaler is None
+            if may_skip and not grad_norm.isfinite():
                 progress.skipped_steps += 1
                 counted = f"{progress.skipped_steps} of at most {settings.skip_nonfinite_steps}"
                 run.say(f"step {step} is skipped ({counted}): its gradient is not finite")
@@ -499,10 +498,11 @@ def main(settings: Settings) -> None:
         plain_model = state["modules"]["model"]
         if accelerator.is_main_process:
             export(plain_model, tokenizer, run.path / "final")
-        if progress.best_step is None:
-            run.say(f"no evaluation gave a {settings.metric_for_best_model}: the last model is taken as the best")
+        best = writer.folder / checkpoints.folder_name(progress.best_step or 0)
+        if on_main(accelerator, best.is_dir):
+            checkpoints.load_module(best, "model", plain_model)
         else:
-            checkpoints.load_module(writer.folder / checkpoints.folder_name(progress.best_step), "model", plain_model)
+            run.say("there is no checkpoint of a best model: the last model is taken as the best")
         if accelerator.is_main_process:
             export(plain_model, tokenizer, run.path / "best")
         results = {
