@@ -14,14 +14,6 @@ VENV_PYTHON := "$(VENV)/bin/python"
 LAUNCH = exec $(VENV_PYTHON) templates/launch.py --config_file "configs/$(PROFILE).yaml" \
 	$(if $(NUM_PROCESSES),--num_processes $(NUM_PROCESSES)) $(if $(PRECISION),--mixed_precision $(PRECISION))
 
-# The stamp is a copy of pyproject.toml, written last: an installation that failed, or an older one, is made again.
-install = @cmp -s pyproject.toml "$(VENV)/.installed-$(subst $(comma),-,$(1))" || { \
-	"$(PYTHON)" -c 'import sys; sys.exit("error: Python 3.10 or newer is needed; try make PYTHON=python3.12" \
-		if sys.version_info < (3, 10) else 0)' \
-	&& "$(PYTHON)" -m venv "$(VENV)" && $(VENV_PYTHON) -m pip install ".[$(1)]" \
-	&& cp pyproject.toml "$(VENV)/.installed-$(subst $(comma),-,$(1))"; }
-comma := ,
-
 # The methods start their own number of processes; PROFILE is not asked.
 TORCHRUN = exec $(VENV_PYTHON) -m torch.distributed.run --standalone --nproc_per_node $(or $(NUM_PROCESSES),2)
 METHODS := examples/parallelism
@@ -32,8 +24,26 @@ help: ## list the jobs
 	@echo; sed -n '1,5s/^# *//p' Makefile
 
 .PHONY: environment
+# The stamp is a copy of pyproject.toml, written last: an installation that failed, or an older one, is made again.
 environment: ## make VENV and install everything that the other jobs need
-	$(call install,demo,test,methods)
+	@cmp -s pyproject.toml "$(VENV)/.installed" || { \
+		"$(PYTHON)" -c 'import sys; sys.exit("error: Python 3.10 or newer is needed: make PYTHON=python3.12" \
+			if sys.version_info < (3, 10) else 0)' \
+		&& "$(PYTHON)" -m venv "$(VENV)" \
+		&& $(VENV_PYTHON) -m pip install ".[demo,test,methods]" \
+		&& cp pyproject.toml "$(VENV)/.installed"; }
+
+.PHONY: demo
+demo: environment ## train a real BERT on made sentence pairs, offline, in two minutes; then predict
+	@$(VENV_PYTHON) examples/demo/pairs.py outputs/demo/data --seed 0
+	@echo "What a model has to beat, on synthetic test pairs:"
+	@$(VENV_PYTHON) examples/demo/baseline.py outputs/demo/data/train.jsonl outputs/demo/data/test.jsonl
+	@model=$$($(VENV_PYTHON) examples/demo/model_path.py) && $(LAUNCH) templates/text_classification.py \
+		--config examples/demo/recipe.yaml --model_name_or_path "$$model" --overwrite_output_dir true $(ARGS)
+	@echo "Three pairs that the model has not seen:"
+	@$(VENV_PYTHON) examples/demo/predict.py outputs/demo/best
+	@echo "The model is in outputs/demo/best, its curve in outputs/demo/metrics.jsonl, everything else that is known of"
+	@echo "the run in outputs/demo/run.json. Next: make prove; make bert-mrpc; your own data: see README.md."
 
 .PHONY: test
 test: environment ## prove what is promised (TEMPLATES_DATA=FOLDER adds the tests on real data)
