@@ -138,9 +138,9 @@ def main(settings: Settings) -> None:
             if progress.evaluated_step < step and is_due(step, settings.eval_steps, sampler):
                 predicted = predict(accelerator, model, validation_loader, len(validation), stop)
                 if predicted is not None:
-                    eval_loss = (predicted["output"].double() - predicted["label"]).square().mean().item()
-                    run.log(step, eval_loss=eval_loss, eval_samples=len(predicted["label"]))  # and your metrics
-                    note_evaluation(progress, eval_loss, greater_is_better=False)
+                    total = weighted_loss(predicted["output"], predicted["label"], torch.ones(len(validation))).item()
+                    run.log(step, eval_loss=total / len(validation), eval_samples=len(predicted["label"]))
+                    note_evaluation(progress, total / len(validation), greater_is_better=False)
             is_over = step == total_steps
             is_save_due = is_due(step, settings.checkpointing_steps, sampler) or progress.best_step == step
             if progress.saved_step < step and (is_save_due or is_over or stop.reason):

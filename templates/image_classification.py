@@ -47,7 +47,6 @@ from kit.settings import UserError, exit_codes, one_line, parse_settings
 from kit.world import FirstOnNode, build_accelerator, check_precision, describe_world, on_main, visible_cores
 
 IMAGE_CACHE_GB = 50.0  # of 10^9 bytes: the most that all image caches together may take
-CROP_SCALE = (0.35, 1.0)  # share of the area that a training crop takes: less zoom than training from nothing wants
 
 
 @dataclass
@@ -68,6 +67,8 @@ class Settings:
     """Share of the training data that becomes the validation split where there is none; stratified, by seed."""
     image_size: PositiveInt = 224
     """Height and width of what the model sees, in pixels."""
+    crop_scale: ClosedUnitInterval = 0.35
+    """Least share of an image's area that a training crop takes; 0.08 is usual where weights begin at random."""
     skip_bad_images: bool = False
     """Leave images that cannot be decoded out of the run, counted, instead of stopping with their paths."""
     cache_images: bool = False
@@ -204,7 +205,11 @@ def build_datasets(settings: Settings, splits: ImageSplits, preprocessing: dict)
     if settings.cache_images:
         cache = open_cache(splits, str(Path(HF_HOME) / "image_caches"), settings.image_size, IMAGE_CACHE_GB)
     common = {"tables": splits.tables, "cache": cache, "interpolation": preprocessing["interpolation"]}
-    common |= {"image_size": settings.image_size, "crop_pct": preprocessing["crop_pct"], "scale": CROP_SCALE}
+    common |= {
+        "image_size": settings.image_size,
+        "crop_pct": preprocessing["crop_pct"],
+        "scale": (settings.crop_scale, 1.0),
+    }
     return [
         ImageDataset(items, training=items is splits.train, **common) if items else None
         for items in (splits.train, splits.validation, splits.test)
@@ -566,10 +571,8 @@ def main(settings: Settings) -> None:
             for micro_batch in range(window.num_micro_batches):
                 batch = transform(next(batches), training=True)
                 is_last = micro_batch == window.num_micro_batches - 1
-                with (
-                    guard,
-                    nullcontext() if is_last else accelerator.no_sync(model),
-                ):  # one exchange of gradients a step
+                exchange = nullcontext() if is_last else accelerator.no_sync(model)  # of gradients: once per step
+                with guard, exchange:
                     loss = weighted_loss(forward(model, batch), batch["label"], batch["weight"])
                     accelerator.backward(loss * scale)
                     loss_sum += loss.detach()
@@ -581,7 +584,8 @@ def main(settings: Settings) -> None:
                 batches = iter(train_loader)
                 continue
             grad_norm = accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm or float("inf"))
-            if progress.skipped_steps < settings.skip_nonfinite_steps and not grad_norm.isfinite():
+            may_skip = progress.skipped_steps < settings.skip_nonfinite_steps and accelerator.scaler is None
+            if may_skip and not grad_norm.isfinite():
                 progress.skipped_steps += 1
                 counted = f"{progress.skipped_steps} of at most {settings.skip_nonfinite_steps}"
                 run.say(f"step {step} is skipped ({counted}): its gradient is not finite")
@@ -617,10 +621,11 @@ def main(settings: Settings) -> None:
         plain_model.load_state_dict(state["modules"][weights].state_dict())
         if accelerator.is_main_process:
             export(plain_model, preprocessing, splits.label_names, run.path / "final")
-        if progress.best_step is None:
-            run.say(f"no evaluation gave a {settings.metric_for_best_model}: the last model is taken as the best")
+        best = writer.folder / checkpoints.folder_name(progress.best_step or 0)
+        if on_main(accelerator, best.is_dir):
+            checkpoints.load_module(best, weights, plain_model)
         else:
-            checkpoints.load_module(writer.folder / checkpoints.folder_name(progress.best_step), weights, plain_model)
+            run.say("there is no checkpoint of a best model: the last model is taken as the best")
         if accelerator.is_main_process:
             export(plain_model, preprocessing, splits.label_names, run.path / "best")
         results = {

@@ -229,7 +229,7 @@ def build_model(settings: Settings, label_names: tuple[str, ...]):
             f"model_name_or_path {settings.model_name_or_path}: cannot be loaded ({one_line(error)[:200]}). Ways on:"
             " a folder with a saved model, a cache (HF_HOME) filled on a machine with a network, or `make demo`"
         ) from error
-    if settings.gradient_checkpointing:
+    if settings.gradient_checkpointing:  # by its old name, which is good to below 6: the new one is not in 5.20
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if settings.torch_compile:
         model.compile(backend=settings.torch_compile_backend, dynamic=True)

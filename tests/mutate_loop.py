@@ -80,6 +80,7 @@ def judge(template: str, source: str, settings: dict, log: str) -> None:
     sys.modules[f"made_{template}"].make = lambda folder: dict(settings)
 
     import pytest
+
     import worlds
 
     fork = multiprocessing.get_context("fork")

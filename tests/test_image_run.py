@@ -114,7 +114,7 @@ def unbroken(settings, tmp_path_factory) -> dict:
     return folders
 
 
-@pytest.mark.parametrize(("fault", "call"), [("die_in_window", 8), ("die_after_evaluation", 2), ("die_in_export", 1)])
+@pytest.mark.parametrize(("fault", "call"), [("die_in_window", 13), ("die_after_evaluation", 2), ("die_in_export", 1)])
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_killed_it_goes_on_bit_for_bit(num_processes, fault, call, settings, unbroken, tmp_path):
     workers = {"num_workers": 2 if fault == "die_in_window" else 0}  # they draw the crops; the unbroken run had none
@@ -122,7 +122,8 @@ def test_killed_it_goes_on_bit_for_bit(num_processes, fault, call, settings, unb
     options = {"patches": [f"faults:{fault}"], "environment": {"FAULT": json.dumps({"call": call})}}
     world = World(num_processes, here, template=TEMPLATE, **options)
     assert world.wait()[0] == -signal.SIGKILL, world.output()
-    run(num_processes, here)
+    world = run(num_processes, here)
+    assert "resume     " in world.output(), "started anew: nothing is proven"
     assert numbers(tmp_path / "run") == numbers(unbroken[num_processes])
     for name in ("best", "final"):
         assert same_weights(tmp_path / "run" / name, unbroken[num_processes] / name), name

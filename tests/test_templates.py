@@ -16,7 +16,7 @@ TASK = {
         predicted = predict(accelerator, model, validation_loader, len(validation), stop)
         batch = next(batches)
         export(plain_model, tokenizer, run.path / "final")
-        checkpoints.load_module(writer.folder / checkpoints.folder_name(progress.best_step), "model", plain_model)
+        checkpoints.load_module(best, "model", plain_model)
         export(plain_model, tokenizer, run.path / "best")
         predicted = predict(accelerator, model, loader, len(test), stop)
         write_predictions(predicted["logits"], splits.label_names, run.path / "predictions.csv")
@@ -35,7 +35,7 @@ TASK = {
         weights = "ema" if settings.metric_for_best_model.startswith("ema_") else "model"
         plain_model.load_state_dict(state["modules"][weights].state_dict())
         export(plain_model, preprocessing, splits.label_names, run.path / "final")
-        checkpoints.load_module(writer.folder / checkpoints.folder_name(progress.best_step), weights, plain_model)
+        checkpoints.load_module(best, weights, plain_model)
         export(plain_model, preprocessing, splits.label_names, run.path / "best")
         predicted = predict(accelerator, model, loader, len(test), stop, transform)
         write_predictions(predicted["logits"], splits, run.path / "predictions.csv")
@@ -55,18 +55,20 @@ def function_of(source: str, name: str) -> list[str]:
     return source.splitlines()[node.lineno - 1 : node.end_lineno]
 
 
-def loop_of(source: str) -> list[str]:
+def loop_of(template: str) -> list[str]:
     """Return the lines of `main` from the run directory on: resume, loop, final evaluation and export."""
-    lines = function_of(source, "main")
+    lines = function_of(source_of(template), "main")
     (start,) = [number for number, line in enumerate(lines) if "RunDirectory(" in line]
     assert len(lines) - start > 100, "the loop is not where it was"
     return lines[start:]
 
 
-def task_lines(source: str, other: str) -> tuple[list[str], list[str]]:
-    """Return the loop lines that only one of two sources has, without indentation."""
-    changes = [line for line in difflib.ndiff(loop_of(source), loop_of(other)) if line[:2] in ("- ", "+ ")]
-    return tuple([line[2:].strip() for line in changes if line[0] == sign] for sign in "-+")
+def task_lines(first: list[str], second: list[str]) -> tuple[list[str], list[str]]:
+    """Return the lines that only one of two loops has, without indentation."""
+    changes = difflib.SequenceMatcher(None, first, second, autojunk=False).get_opcodes()
+    changes = [change for change in changes if change[0] != "equal"]
+    mine = [line.strip() for _, start, end, _, _ in changes for line in first[start:end]]
+    return mine, [line.strip() for _, _, _, start, end in changes for line in second[start:end]]
 
 
 def allowed(template: str) -> list[str]:
@@ -75,21 +77,19 @@ def allowed(template: str) -> list[str]:
 
 def test_the_loops_differ_only_in_the_lines_of_their_tasks():
     text, image = "text_classification", "image_classification"
-    assert task_lines(source_of(text), source_of(image)) == (allowed(text), allowed(image))
+    assert task_lines(loop_of(text), loop_of(image)) == (allowed(text), allowed(image))
 
 
 @pytest.mark.parametrize("template", sorted(TASK))
 def test_a_changed_common_line_is_noticed(template):
-    source = source_of(template)
-    common = [line for line in loop_of(source) if line.strip() and line.strip() not in allowed(template)]
+    loop = loop_of(template)
+    other = loop_of("text_classification" if template == "image_classification" else "image_classification")
     noticed = 0
-    for line in common:
-        if source.count(line + "\n") != 1:
-            continue
-        other = {"text_classification": "image_classification"}.get(template, "text_classification")
-        changed = source.replace(line + "\n", line + "  # changed\n")
-        assert task_lines(changed, source_of(other))[0] != allowed(template), line
-        noticed += 1
+    for number, line in enumerate(loop):
+        if line.strip() and line.strip() not in allowed(template):
+            changed = [*loop[:number], f"{line}  # changed", *loop[number + 1 :]]
+            assert task_lines(changed, other)[0] != allowed(template), line
+            noticed += 1
     assert noticed > 80
 
 

@@ -118,6 +118,38 @@ def test_gradients_are_exchanged_once_a_step(still, tmp_path):
     assert buckets <= 2, "one for each bucket of parameters; the network is small"
 
 
+# ------------------------------------------------------------------------------------------------ what it leaves behind
+
+
+def test_it_announces_what_it_does_and_keeps_what_it_should(unbroken):
+    screen = (unbroken / "screen.txt").read_text("utf-8")
+    for words in ("10 steps, 5 an epoch", "2 processes on 1 node, gloo", "end at step 10", "done "):
+        assert screen.count(words) == 1, words
+    training, evaluations = lines(unbroken, "loss"), lines(unbroken, "eval_loss")
+    assert [row["step"] for row in training] == list(range(1, 11)), "announced and done are the same"
+    assert all(row["samples_per_second"] > 0 for row in training)
+    assert [row["step"] for row in evaluations] == [3, 6, 9, 10]
+    best = facts(unbroken)["results"]["best_step"]
+    assert best in [row["step"] for row in evaluations]
+    saved = saved_steps(unbroken)
+    assert {best, 10} <= set(saved) and len(saved) == 2, "two are kept, never without the best and the newest"
+
+
+def test_the_best_model_is_the_one_with_the_best_number(settings, tmp_path):
+    from safetensors.torch import load_file
+
+    here = settings | {"output_dir": str(tmp_path / "run"), "checkpointing_steps": 100}
+    if "metric_for_best_model" in OPTIONS:
+        here["metric_for_best_model"] = "loss"
+    run(1, here, patches=["spies:worse_each_time"])
+    assert facts(tmp_path / "run")["results"]["best_step"] == 3
+    assert saved_steps(tmp_path / "run") == [3, 10]
+    for name, step in (("best", 3), ("final", 10)):
+        saved = load_file(tmp_path / "run" / "checkpoints" / f"step_{step:08d}" / "model.safetensors")
+        exported = worlds.weights(tmp_path / "run" / name)
+        assert all(saved[key].equal(exported[key]) for key in saved), name
+
+
 # ---------------------------------------------------------------------------------------------------- before, after
 
 
@@ -159,38 +191,6 @@ def test_a_finished_run_stays_as_it_is_and_another_one_is_refused(settings, unbr
     world = run(1, settings | {"output_dir": str(unbroken), "seed": 7}, expected=2)
     assert "seed 42 -> 7" in world.output()
     assert "Traceback" not in world.output()
-
-
-# ------------------------------------------------------------------------------------------------ what it leaves behind
-
-
-def test_it_announces_what_it_does_and_keeps_what_it_should(unbroken):
-    screen = (unbroken / "screen.txt").read_text("utf-8")
-    for words in ("10 steps, 5 an epoch", "2 processes on 1 node, gloo", "end at step 10", "done "):
-        assert screen.count(words) == 1, words
-    training, evaluations = lines(unbroken, "loss"), lines(unbroken, "eval_loss")
-    assert [row["step"] for row in training] == list(range(1, 11)), "announced and done are the same"
-    assert all(row["samples_per_second"] > 0 for row in training)
-    assert [row["step"] for row in evaluations] == [3, 6, 9, 10]
-    best = facts(unbroken)["results"]["best_step"]
-    assert best in [row["step"] for row in evaluations]
-    saved = saved_steps(unbroken)
-    assert {best, 10} <= set(saved) and len(saved) == 2, "two are kept, never without the best and the newest"
-
-
-def test_the_best_model_is_the_one_with_the_best_number(settings, tmp_path):
-    from safetensors.torch import load_file
-
-    here = settings | {"output_dir": str(tmp_path / "run"), "checkpointing_steps": 100}
-    if "metric_for_best_model" in OPTIONS:
-        here["metric_for_best_model"] = "loss"
-    run(1, here, patches=["spies:worse_each_time"])
-    assert facts(tmp_path / "run")["results"]["best_step"] == 3
-    assert saved_steps(tmp_path / "run") == [3, 10]
-    for name, step in (("best", 3), ("final", 10)):
-        saved = load_file(tmp_path / "run" / "checkpoints" / f"step_{step:08d}" / "model.safetensors")
-        exported = worlds.weights(tmp_path / "run" / name)
-        assert all(saved[key].equal(exported[key]) for key in saved), name
 
 
 # ------------------------------------------------------------------------------------------------- when things go wrong
