@@ -92,6 +92,7 @@ def test_it_is_the_plain_loop(settings, tmp_path):
     rows = [row for row in numbers(tmp_path / "run") if "test_loss" not in row]
     rows = [{key: row[key] for key in expected} for row, expected in zip(rows, plain, strict=True)]
     assert largest_difference(rows, plain) <= 1e-5
+    assert [row["step"] for row in plain if "eval_loss" in row] == [3, 6, 9, 10]
     assert max(row["step"] for row in rows) == facts(tmp_path / "run")["batch"]["total_steps"] == 10
 
 
@@ -163,7 +164,7 @@ def test_killed_it_goes_on_exactly(fault, call, settings, unbroken, tmp_path):
     codes = world.wait()
     assert codes[0] == -signal.SIGKILL, f"the fault never came\n{world.output()}"
     assert codes[1] != 0, "the other process must not end as if all were well"
-    run(2, here)
+    assert "resume " in run(2, here).output(0), "it began anew"
     assert_same(tmp_path / "run", unbroken)
 
 
