@@ -57,6 +57,29 @@ lint: environment ## check format and style
 bert-mrpc: environment ## fine-tune BERT on GLUE MRPC
 	$(LAUNCH) templates/text_classification.py --config examples/bert_mrpc/recipe.yaml $(ARGS)
 
+.PHONY: resnet50-pets
+resnet50-pets: environment ## fine-tune ResNet50 on the Oxford pets
+	$(LAUNCH) templates/image_classification.py --config examples/resnet50_pets/recipe.yaml $(ARGS)
+
+.PHONY: resnet50-pets-cpu
+resnet50-pets-cpu: environment ## three breeds on a CPU with real weights (DATA=FOLDER of the pets)
+	@$(VENV_PYTHON) examples/resnet50_pets/three_breeds.py "$(DATA)" outputs/three_breeds
+	@$(VENV_PYTHON) examples/resnet50_pets/imagenet_weights.py outputs/tf_efficientnet_lite0
+	$(LAUNCH) templates/image_classification.py --config examples/resnet50_pets/recipe_cpu.yaml $(ARGS)
+
+.PHONY: demo-images
+demo-images: environment ## train on drawn animals, offline, in two minutes
+	@$(VENV_PYTHON) examples/demo_images/make_images.py outputs/demo_images/data --seed 0
+	$(LAUNCH) templates/image_classification.py --config examples/demo_images/recipe.yaml $(ARGS)
+
+.PHONY: check-data
+check-data: environment ## list bad, odd and doubled images (DATA=FOLDER)
+	PYTHONPATH=templates $(VENV_PYTHON) examples/resnet50_pets/check_data.py --data_dir "$(DATA)" $(ARGS)
+
+.PHONY: bench-images
+bench-images: environment ## measure the input pipeline (TEMPLATES_DATA=FOLDER: on real photos)
+	PYTHONPATH=templates $(VENV_PYTHON) examples/resnet50_pets/bench_images.py --json outputs/bench_images.json $(ARGS)
+
 .PHONY: prove
 prove: environment ## train a tiny model in every way that must not matter, and print how far the runs are apart
 	$(VENV_PYTHON) tests/prove.py

@@ -12,7 +12,7 @@ exchanged.
 
 - A paraphrase gets synonyms in their place, a near-miss words that mean something else. Which form, how many
   words and at which places is drawn in the same way for both.
-- In one pair of 16 no word is exchanged: the paraphrase has the same words in another form, in the near-miss
+- In one pair of 20 no word is exchanged: the paraphrase has the same words in another form, in the near-miss
   two of them have also changed places (agent and patient, two numbers, two adjectives, who did and who did
   not).
 
@@ -69,7 +69,7 @@ LISTS = {
     "number": synonyms("two/2 three/3 four/4 five/5 six/6 seven/7 eight/8 nine/9 ten/10 eleven/11 twelve/12"),
 }
 # Told the same way in both sentences.
-TIMES = ["yesterday", "today", "recently", "eventually"]
+TIMES = ["yesterday", "today", "recently", "once"]
 TRANSFERS = [("gave", "given"), ("lent", "lent"), ("sold", "sold"), ("offered", "offered")]
 
 
@@ -220,7 +220,9 @@ def draw_pair(draws: Draws, lists: dict[str, list[tuple[str, str]]], label: str)
             i, j = scene.swap
             words2[i], words2[j] = words2[j], words2[i]
     else:
-        places = draws.several(range(len(scene.slots)), 1 + max(draws.below(len(scene.slots)), draws.below(len(scene.slots))))
+        slots = len(scene.slots)
+        count = 1 + max(draws.below(slots), draws.below(slots))  # one is the rarest, and the hardest
+        places = draws.several(range(slots), count)
         kinds = tuple(f"other {scene.slots[place]}" for place in sorted(places))
         for place in places:
             words2[place] = (old if label == "paraphrase" else new)[place][1 - sides[place]]

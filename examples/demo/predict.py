@@ -19,7 +19,10 @@ def main(folder: str) -> int:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForSequenceClassification.from_pretrained(folder)
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(folder),
+        AutoModelForSequenceClassification.from_pretrained(folder),
+    )
     with torch.no_grad():
         encoded = tokenizer(*map(list, zip(*PAIRS, strict=True)), padding=True, return_tensors="pt")
         probabilities = model(**encoded).logits.softmax(-1)

@@ -84,21 +84,26 @@ def seed_all(*parts: int | str) -> None:
         sys.modules["numpy"].random.seed(value % 2**32)
 
 
+def _seed_host(*parts: int | str) -> None:
+    """Do as `seed_all`, but leave the devices' generators alone: data are loaded on the CPU. It is quicker, too."""
+    value = seed_for(*parts)
+    random.seed(value)
+    torch.default_generator.manual_seed(value)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(value % 2**32)
+
+
 @contextmanager
 def seeded(*parts: int | str):
     """Seed the global generators from `parts` inside the context, and leave them as they were."""
     if get_worker_info() is not None:  # the generators of a worker serve nothing else
-        seed_all(*parts)
+        _seed_host(*parts)
         yield
         return
     numpy = sys.modules.get("numpy")
     before = random.getstate(), numpy and numpy.random.get_state()
-    with torch.random.fork_rng(devices=[]):  # data are loaded on the CPU: the devices' generators are left alone
-        value = seed_for(*parts)
-        random.seed(value)
-        torch.default_generator.manual_seed(value)
-        if numpy:
-            numpy.random.seed(value % 2**32)
+    with torch.random.fork_rng(devices=[]):
+        _seed_host(*parts)
         try:
             yield
         finally:

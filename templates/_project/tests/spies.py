@@ -111,3 +111,15 @@ def worse_each_time(script) -> None:
         return note(progress, float(len(calls)), *arguments, **keywords)
 
     script.note_evaluation = replaced
+
+
+def note_saves(script) -> None:
+    """Append the step of each checkpoint that is begun to SPY.txt."""
+    save = script.checkpoints.CheckpointWriter.save
+
+    def noting(self, step, *arguments):
+        with open(f"{os.environ['SPY']}.txt", "a") as file:
+            file.write(f"{step}\n")
+        return save(self, step, *arguments)
+
+    script.checkpoints.CheckpointWriter.save = noting

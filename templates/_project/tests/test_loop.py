@@ -6,6 +6,7 @@ A run here is small and takes about a second. Each promise that has to hold on s
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -36,6 +37,14 @@ def facts(output_dir) -> dict:
 
 def saved_steps(output_dir) -> list[int]:
     return sorted(int(path.name.removeprefix("step_")) for path in (output_dir / "checkpoints").iterdir())
+
+
+def note_saves(folder) -> dict:
+    return {"patches": ["spies:note_saves"], "environment": {"SPY": str(folder / "saves")}}
+
+
+def begun_saves(folder) -> list[int]:
+    return [int(line) for line in (folder / "saves.txt").read_text().split()]
 
 
 @pytest.fixture(scope="module")
@@ -142,9 +151,10 @@ def test_the_best_model_is_the_one_with_the_best_number(settings, tmp_path):
     here = settings | {"output_dir": str(tmp_path / "run"), "checkpointing_steps": 100}
     if "metric_for_best_model" in OPTIONS:
         here["metric_for_best_model"] = "loss"
-    run(1, here, patches=["spies:worse_each_time"])
+    noting = note_saves(tmp_path)
+    run(1, here, patches=[*noting["patches"], "spies:worse_each_time"], environment=noting["environment"])
     assert facts(tmp_path / "run")["results"]["best_step"] == 3
-    assert saved_steps(tmp_path / "run") == [3, 10]
+    assert begun_saves(tmp_path) == saved_steps(tmp_path / "run") == [3, 10], "the best one and the last"
     for name, step in (("best", 3), ("final", 10)):
         saved = load_file(tmp_path / "run" / "checkpoints" / f"step_{step:08d}" / "model.safetensors")
         exported = worlds.weights(tmp_path / "run" / name)
@@ -164,7 +174,10 @@ def test_killed_it_goes_on_exactly(fault, call, settings, unbroken, tmp_path):
     codes = world.wait()
     assert codes[0] == -signal.SIGKILL, f"the fault never came\n{world.output()}"
     assert codes[1] != 0, "the other process must not end as if all were well"
-    assert "resume " in run(2, here).output(0), "it began anew"
+    world = run(2, here, **note_saves(tmp_path))
+    resumed = re.search(r"resume .*step_(\d+)", world.output(0))
+    assert resumed, f"it began anew\n{world.output(0)}"
+    assert min(begun_saves(tmp_path)) > int(resumed[1]), "a complete checkpoint is never written again"
     assert_same(tmp_path / "run", unbroken)
 
 
