@@ -324,7 +324,8 @@ def ran_out_of_memory(accelerator, model, batch: dict, guard: MemoryGuard, stop:
         one = recursively_apply(lambda value: value[:1], batch)
         accelerator.backward(weighted_loss(forward(model, one), one["label"], one["weight"]))
     ran_out = stop.on_any_process(guard.ran_out)
-    guard.reset()
+    if ran_out:
+        guard.reset()  # it takes a while
     return ran_out
 
 
