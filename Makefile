@@ -30,7 +30,7 @@ environment: ## make VENV and install everything that the other jobs need
 		"$(PYTHON)" -c 'import sys; sys.exit("error: Python 3.10 or newer is needed: make PYTHON=python3.12" \
 			if sys.version_info < (3, 10) else 0)' \
 		&& "$(PYTHON)" -m venv "$(VENV)" \
-		&& $(VENV_PYTHON) -m pip install ".[demo,test,methods]" \
+		&& $(VENV_PYTHON) -m pip install ".[demo,test,methods,new]" \
 		&& cp pyproject.toml "$(VENV)/.installed"; }
 
 .PHONY: demo

@@ -39,7 +39,7 @@ def assemble(template: str, folder: Path) -> None:
 def loop_statements(tree: ast.Module) -> list[tuple[list, int]]:
     """Return (list, place) of each statement of `main` from the run directory on."""
     (main,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
-    (run,) = [node for node in main.body if isinstance(node, ast.With)]
+    run = [node for node in main.body if isinstance(node, ast.With)][-1]
     found, queue = [], [run.body]
     while queue:
         body = queue.pop()

@@ -4,8 +4,11 @@ Results go to files named after the environment variable SPY.
 """
 
 import copy
+import itertools
 import json
 import os
+import sys
+from types import SimpleNamespace
 
 import torch
 
@@ -123,3 +126,22 @@ def note_saves(script) -> None:
         return save(self, step, *arguments)
 
     script.checkpoints.CheckpointWriter.save = noting
+
+
+def skip_third_step(script) -> None:
+    """Let the third optimizer step count as skipped, as fp16 does when a scaled gradient overflows."""
+    from accelerate import Accelerator
+
+    asked = []
+    Accelerator.optimizer_step_was_skipped = property(lambda self: asked.append(1) or len(asked) == 3)
+
+
+def on_a_terminal(script) -> None:
+    """Let the progress bar believe that somebody is looking."""
+    sys.stderr.isatty = lambda: True
+
+
+def one_second_a_step(script) -> None:
+    """Let the clock that the loop reads before and after each step go on by a second each time."""
+    ticks = itertools.count()
+    script.time = SimpleNamespace(perf_counter=lambda: float(next(ticks)))

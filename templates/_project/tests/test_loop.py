@@ -19,7 +19,6 @@ from conftest import PROJECT, SCRIPT
 from worlds import World, largest_difference, lines, numbers, same_weights, samples_by_step
 
 OPTIONS = importlib.import_module(SCRIPT).Settings.__dataclass_fields__
-STILL = {"patches": ["spies:without_dropout"]}
 
 
 def run(num_processes: int, settings: dict, expected: int = 0, **options) -> World:
@@ -145,6 +144,16 @@ def test_it_announces_what_it_does_and_keeps_what_it_should(unbroken):
     assert {best, 10} <= set(saved) and len(saved) == 2, "two are kept, never without the best and the newest"
 
 
+def test_lines_come_when_due_with_the_speed_since_the_last_and_the_bar_goes_to_the_end(settings, tmp_path):
+    here = settings | {"output_dir": str(tmp_path / "run"), "logging_steps": 4}
+    world = run(1, here, patches=["spies:on_a_terminal", "spies:one_second_a_step"])
+    batch = facts(tmp_path / "run")["batch"]
+    full, tail = batch["global_batch_size"], batch["samples_in_last_step_of_epoch"]
+    speeds = {row["step"]: row["samples_per_second"] for row in lines(tmp_path / "run", "loss")}
+    assert speeds == {4: full, 8: (tail + 3 * full) / 4, 10: (full + tail) / 2}
+    assert "| 10/10 [" in world.output()
+
+
 def test_the_best_model_is_the_one_with_the_best_number(settings, tmp_path):
     from safetensors.torch import load_file
 
@@ -219,6 +228,13 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_never_saved(settings, tmp
     assert "not finite at step 3" in broken["cause"] or "not finite at step 2" in broken["cause"], broken["cause"]
     step = int(broken["cause"].split("at step ")[1].split(";")[0])
     assert saved_steps(tmp_path / "run")[-1] < step
+
+
+def test_the_learning_rate_waits_for_a_step_that_fp16_skipped(settings, unbroken, tmp_path):
+    run(1, settings | {"output_dir": str(tmp_path / "run")}, patches=["spies:skip_third_step"])
+    usual = [row["learning_rate"] for row in lines(unbroken, "loss")]
+    rates = [row["learning_rate"] for row in lines(tmp_path / "run", "loss")]
+    assert rates == pytest.approx([*usual[:2], usual[1], *usual[2:-1]])
 
 
 @pytest.mark.skipif("skip_nonfinite_steps" not in OPTIONS, reason="the script does not offer to skip steps")
