@@ -40,8 +40,8 @@ demo: environment ## train a real BERT on made sentence pairs, offline, in two m
 	@$(VENV_PYTHON) examples/demo/baseline.py outputs/demo/data/train.jsonl outputs/demo/data/test.jsonl
 	@model=$$($(VENV_PYTHON) examples/demo/model_path.py) && $(LAUNCH) templates/text_classification.py \
 		--config examples/demo/recipe.yaml --model_name_or_path "$$model" --overwrite_output_dir true $(ARGS)
-	@echo "Three pairs that the model has not seen:"
-	@$(VENV_PYTHON) examples/demo/predict.py outputs/demo/best
+	@echo "Three synthetic pairs that the model has not seen:"
+	@$(VENV_PYTHON) examples/demo/predict.py outputs/demo
 	@echo "The model is in outputs/demo/best, its curve in outputs/demo/metrics.jsonl, everything else that is known of"
 	@echo "the run in outputs/demo/run.json. Next: make prove; make bert-mrpc; your own data: see README.md."
 

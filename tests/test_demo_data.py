@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -79,11 +78,17 @@ def test_rows_have_the_columns_of_mrpc(demo, rows):
                 assert not set(sentence) & set("{}/;"), sentence  # no slot left open, no raw entry of a list
 
 
-def test_no_sentence_occurs_in_two_pairs(rows):
-    sentences = Counter(
-        row[name] for split in SPLITS for row in rows[split] for name in ("sentence1", "sentence2")
-    )
-    assert len(sentences) == 2 * sum(len(rows[split]) for split in SPLITS)
+def test_no_sentence_occurs_in_two_pairs(demo, splits, monkeypatch):
+    def assert_all_differ(splits):
+        pairs = [pair for split in SPLITS for pair in splits[split]]
+        assert pairs and len({text for pair in pairs for text in pair[:2]}) == 2 * len(pairs)
+
+    assert_all_differ(splits)
+    # So few words that the same scenes are drawn again and again.
+    pairs = demo["pairs"]
+    monkeypatch.setattr(pairs, "LISTS", {name: entries[:6] for name, entries in pairs.LISTS.items()})
+    monkeypatch.setattr(pairs, "SPLIT_SIZES", {"train": 500, "validation": 100, "test": 100})
+    assert_all_differ(pairs.make_pairs(0))
 
 
 def test_paraphrases_have_the_same_share_in_each_split(demo, rows):
@@ -162,22 +167,26 @@ def test_counting_words_does_not_help(demo, rows):
 
 
 def test_bag_of_words_finds_what_words_give_away(demo):
-    """The baseline is no straw man: it solves pairs that the overlap, or one word, tells apart."""
-    words = "red blue green grey pink black white brown".split()
-    overlap = [
-        {"sentence1": f"{a} {b}", "sentence2": f"{b} {a}" if same else f"{c} {d}", "label": label}
-        for a, b, c, d in zip(
-            words, words[1:] + words[:1], words[2:] + words[:2], words[3:] + words[:3], strict=True
-        )
-        for same, label in ((True, "paraphrase"), (False, "different"))
-    ]
-    one_word = [
-        {"sentence1": word, "sentence2": f"{word} {mark}", "label": label}
-        for word in words
-        for mark, label in (("yes", "paraphrase"), ("no", "different"))
-    ]
-    for rows in (overlap, one_word):
-        assert demo["baseline"].bag_of_words_baseline(rows, rows)["bag of words"]["accuracy"] == 1.0
+    """The baseline is no straw man: it solves new pairs that the overlap, or one word, tells apart."""
+
+    def overlap(words):
+        return [
+            {"sentence1": f"{a} {b}", "sentence2": second, "label": label}
+            for a, b, c, d in zip(words, words[1:], words[2:], words[3:], strict=False)
+            for second, label in ((f"{b} {a}", "paraphrase"), (f"{c} {d}", "different"))
+        ]
+
+    def one_word(words):
+        return [
+            {"sentence1": word, "sentence2": f"{word} {mark}", "label": label}
+            for word in words
+            for mark, label in (("yes", "paraphrase"), ("no", "different"))
+        ]
+
+    for made in (overlap, one_word):
+        train = made("red blue green grey pink black white brown".split())
+        test = made("one two three four five six".split())
+        assert demo["baseline"].bag_of_words_baseline(train, test)["bag of words"]["accuracy"] == 1.0
 
 
 def test_baseline_prints_both_and_names_a_missing_file(tmp_path):

@@ -70,7 +70,7 @@ def test_make_demo():
     assert facts["results"]["test_accuracy"] > 0.85, facts["results"]
     assert facts["results"]["test_accuracy"] > float(baseline["bag of words"]) + 0.15, answer.stdout
     assert facts["results"]["test_accuracy"] > float(baseline["majority class"]) + 0.15, answer.stdout
-    assert len(re.findall(r"^ +(?:paraphrase|different) +\d+%", answer.stdout, re.MULTILINE)) == 3, answer.stdout
+    assert len(re.findall(r"model: (?:paraphrase|different) \(\d+%\), really: ", answer.stdout)) == 3, answer.stdout
     for word in ("outputs/demo", "make bert-mrpc", "synthetic"):
         assert word in answer.stdout, answer.stdout
 

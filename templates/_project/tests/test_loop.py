@@ -258,7 +258,12 @@ def test_it_stops_when_nothing_gets_better(settings, tmp_path):
     assert saved_steps(tmp_path / "run") == [3, 9]
 
 
-@pytest.mark.skipif("auto" not in str(OPTIONS["micro_batch_size"].type), reason="the script does not search for it")
+searches = pytest.mark.skipif(
+    "auto" not in str(OPTIONS["micro_batch_size"].type), reason="the script does not search for it"
+)
+
+
+@searches
 def test_auto_finds_the_micro_batch_that_fits_and_survives_less_memory(still, whole, tmp_path):
     output_dir = tmp_path / "run"
     fault = {"limit": 3, "then": 2, "after": 9, "rank": 1}
@@ -270,6 +275,17 @@ def test_auto_finds_the_micro_batch_that_fits_and_survives_less_memory(still, wh
     assert "again with micro-batches of 1" in world.output(0)
     assert facts(output_dir)["batch"]["micro_batch_size"] == 3
     assert largest_difference(numbers(whole), numbers(output_dir)) <= 1e-5
+
+
+@searches
+def test_a_resumed_run_does_not_search_again(still, tmp_path):
+    here = still | {"output_dir": str(tmp_path / "run"), "micro_batch_size": "auto"}
+    environment = {"FAULT": json.dumps({"limit": 3, "call": 15})}
+    world = World(2, here, SCRIPT, ["faults:limited_memory", "faults:die_in_window"], environment)
+    assert -signal.SIGKILL in world.wait(), world.output()
+    world = run(2, here)  # with all the memory in the world a search would find 4
+    assert "resume " in world.output(0)
+    assert "micro-batches of 3 fit" in world.output(0)
 
 
 # ----------------------------------------------------------------------------------------------------- as you start it
