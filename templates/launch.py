@@ -84,11 +84,9 @@ def set_environment(profile: dict, local_processes: int) -> None:
     """Set what several CPU processes need to run well, unless the user has."""
     import torch
 
-    if profile.get("use_cpu") or not torch.accelerator.is_available():
-        # The launcher does not hand use_cpu on to several processes.
-        os.environ["ACCELERATE_USE_CPU"] = (
-            "true" if profile.get("use_cpu") else os.environ.get("ACCELERATE_USE_CPU", "")
-        )
+    if profile.get("use_cpu"):
+        os.environ["ACCELERATE_USE_CPU"] = "true"  # the launcher does not hand use_cpu on to several processes
+    if asks_for_cpu() or not torch.accelerator.is_available():
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, visible_cores() // local_processes)))
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
 

@@ -18,6 +18,9 @@ os.environ.update(HF_HOME=CACHES.name, HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="
 os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
 for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION"):
     os.environ.pop(name, None)
+# `make test` hands its own options on to every make below it.
+for name in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "ARGS", "VENV"):
+    os.environ.pop(name, None)
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ COMMANDS = [
     for line in block.strip().splitlines()
 ]
 # The environment that runs these tests is the one that make uses: no other is made.
-VENV = f"VENV={sys.prefix}"
+VENV = f'VENV="{sys.prefix}"'
 
 
 def shell(command: str, limit: float = 300, **environment) -> subprocess.CompletedProcess:
@@ -95,7 +95,7 @@ def test_make_hands_options_on_intact_and_a_signal_to_make_saves(tmp_path):
     changed = settings_for(tiny) | {"dataset_name": "null", "dataset_config_name": "null", "num_train_epochs": 300}
     changed |= {"eval_steps": 9999, "checkpointing_steps": 9999, "output_dir": output_dir, "seed": 3}
     arguments = " ".join(f'--{name} "{value}"' for name, value in changed.items())
-    command = ["make", "bert-mrpc", VENV, "PROFILE=multi_gpu", "NUM_PROCESSES=2", "PRECISION=no", f"ARGS={arguments}"]
+    command = ["make", "bert-mrpc", f"VENV={sys.prefix}", "PROFILE=multi_gpu", "NUM_PROCESSES=2", "PRECISION=no", f"ARGS={arguments}"]
     process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     deadline = time.monotonic() + 180
     while not (output_dir / "metrics.jsonl").exists() or not lines(output_dir):

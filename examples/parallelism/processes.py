@@ -1,5 +1,6 @@
 """The processes of a run: who I am, which device is mine, and how a script starts and ends."""
 
+import atexit
 import os
 import socket
 import sys
@@ -68,9 +69,7 @@ def launch(function: Callable[..., None], num_processes: int, *arguments) -> Non
     )
 
 
-def _launched(
-    rank: int, num_processes: int, port: int, function: Callable[..., None], arguments: tuple
-) -> None:
+def _launched(rank: int, num_processes: int, port: int, function: Callable[..., None], arguments: tuple) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)))
     os.environ.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_processes)))
@@ -140,3 +139,10 @@ def run(
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"{script}: {error}", file=sys.stderr)
         sys.exit(2)
+    if size > 1:
+        # Where processes worked together, torch 2.14 sometimes aborts while the interpreter is taken down, after
+        # everything is done ("terminate called without an active exception"): leave before that.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)

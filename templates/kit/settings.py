@@ -1,5 +1,6 @@
 """Settings: a dataclass, then `--config recipe.yaml`, then the command line; mistakes answered in one line, exit 2."""
 
+import atexit
 import dataclasses
 import difflib
 import json
@@ -7,6 +8,7 @@ import math
 import os
 import re
 import sys
+import traceback
 import typing
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,16 +48,28 @@ class MachineError(OSError):
 @contextmanager
 def exit_codes():
     """Turn a `UserError` (exit 2) or `MachineError` (exit 1) into one line; everything else keeps its traceback."""
+    code = 0
     try:
         yield
     except (UserError, MachineError) as error:
         rank = os.environ.get("RANK", "0")
-        print(
-            f"{'' if rank == '0' else f'[process {rank}] '}error: {one_line(error)}",
-            file=sys.stderr,
-            flush=True,
-        )
-        raise SystemExit(EXIT_MISTAKE if isinstance(error, UserError) else 1) from None
+        print(f"{'' if rank == '0' else f'[process {rank}] '}error: {one_line(error)}", file=sys.stderr, flush=True)
+        code = EXIT_MISTAKE if isinstance(error, UserError) else 1
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            raise
+        traceback.print_exc()
+        code = 1
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        # Where processes worked together, torch 2.14 sometimes aborts while the interpreter is taken down, after
+        # everything is done ("terminate called without an active exception"): leave before that.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def one_line(error: BaseException) -> str:
