@@ -80,6 +80,17 @@ check-data: environment ## list bad, odd and doubled images (DATA=FOLDER)
 bench-images: environment ## measure the input pipeline (TEMPLATES_DATA=FOLDER: on real photos)
 	PYTHONPATH=templates $(VENV_PYTHON) examples/resnet50_pets/bench_images.py --json outputs/bench_images.json $(ARGS)
 
+.PHONY: new
+# From the last commit, never from what is not committed: `make update` in the project has to find it again.
+new: ## start a project of your own (TEMPLATE=text_classification DEST=../mine)
+	@case "$(TEMPLATE)" in blank|image_classification|text_classification) test -n "$(DEST)" ;; *) false ;; esac || { \
+		echo "error: make new TEMPLATE=blank|image_classification|text_classification DEST=FOLDER" >&2; exit 2; }
+	@if [ -f "$(DEST)" ] || [ -n "$$(ls -A "$(DEST)" 2>/dev/null)" ]; then \
+		echo "error: $(DEST) is not empty: give a new folder" >&2; exit 2; fi
+	@$(MAKE) --no-print-directory environment
+	@commit=$$(git rev-parse HEAD 2>/dev/null || true); "$(VENV)/bin/copier" copy --defaults $${commit:+--vcs-ref $$commit} \
+		--data template=$(TEMPLATE) "$(CURDIR)" "$(DEST)"
+
 .PHONY: prove
 prove: environment ## train a tiny model in every way that must not matter, and print how far the runs are apart
 	$(VENV_PYTHON) tests/prove.py
