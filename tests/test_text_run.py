@@ -90,8 +90,9 @@ def test_a_test_split_without_labels_gets_predictions_in_its_order(kind, tiny, t
     assert [row["label"] for row in found[1]] == [row["label"] for row in found[2]]
 
 
-def test_fewer_samples_than_a_step_still_train(tiny, tiny_settings, tmp_path):
-    write_pairs(tmp_path / "train.jsonl", 3)
+@pytest.mark.parametrize("count", [3, 2])
+def test_fewer_samples_than_a_step_or_than_processes_still_train(count, tiny, tiny_settings, tmp_path):
+    write_pairs(tmp_path / "train.jsonl", count)
     settings = tiny_settings | {"train_file": str(tmp_path / "train.jsonl"), "global_batch_size": 16}
     for num_processes in (1, 2, 3):
         output_dir = tmp_path / f"run{num_processes}"
