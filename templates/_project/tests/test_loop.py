@@ -243,6 +243,7 @@ def test_a_step_that_is_not_finite_is_skipped_on_all_processes(settings, tmp_pat
     world = start(2, here, "not_finite_loss", call=5, rank=1)
     assert world.wait() == [0, 0], world.output()
     assert world.output(0).count("is skipped") == 1
+    assert facts(tmp_path / "run")["results"]["skipped_steps"] == 1, "they are counted, for there are only so many"
     assert [row["step"] for row in lines(tmp_path / "run", "loss")] == list(range(1, 11))
 
 
