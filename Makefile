@@ -26,12 +26,12 @@ help: ## list the jobs
 .PHONY: environment
 # The stamp is a copy of pyproject.toml, written last: an installation that failed, or an older one, is made again.
 environment: ## make VENV and install everything that the other jobs need
-	@cmp -s pyproject.toml "$(VENV)/.installed" || { \
+	@cmp -s pyproject.toml "$(VENV)/.installed-templates" || { \
 		"$(PYTHON)" -c 'import sys; sys.exit("error: Python 3.10 or newer is needed: make PYTHON=python3.12" \
 			if sys.version_info < (3, 10) else 0)' \
 		&& "$(PYTHON)" -m venv "$(VENV)" \
 		&& $(VENV_PYTHON) -m pip install ".[demo,test,methods,new]" \
-		&& cp pyproject.toml "$(VENV)/.installed"; }
+		&& cp pyproject.toml "$(VENV)/.installed-templates"; }
 
 .PHONY: demo
 demo: environment ## train a real BERT on made sentence pairs, offline, in two minutes; then predict

@@ -52,7 +52,7 @@ OTHERS = ["make test", "make prove", "make compare-methods", "make new TEMPLATE=
 @pytest.fixture(scope="module", autouse=True)
 def environment_is_made():
     """`make` finds its stamp where the tests run in the environment that it made; elsewhere it is told so."""
-    stamp = Path(sys.prefix) / ".installed"
+    stamp = Path(sys.prefix) / ".installed-templates"
     if not stamp.exists():
         shutil.copy(REPOSITORY / "pyproject.toml", stamp)
         yield
