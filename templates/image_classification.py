@@ -1,8 +1,8 @@
 """Fine-tune a timm backbone on labelled images.
 
-    accelerate launch --config_file configs/single_gpu.yaml templates/image_classification.py --config RECIPE.yaml
+    accelerate launch --config_file configs/single_gpu.yaml image_classification.py --config RECIPE.yaml
 
-resnet50 on Oxford-IIIT Pets is known to reach 92 to 94 % top-1 (examples/resnet50_pets has what was measured). The same
+resnet50 on Oxford-IIIT Pets is known to reach 92 to 94 % top-1 (its example has what was measured). The same
 recipe and seed give the same run on any number of processes, before and after a crash; BatchNorm, where it learns, sees
 one micro-batch of one process, so that its numbers follow how a step is split.
 """

@@ -1,6 +1,6 @@
 """Start a template as a make target does: `accelerate launch` with the mistakes found first and the exit code kept.
 
-    python templates/launch.py --config_file configs/multi_cpu.yaml SCRIPT --config RECIPE.yaml
+    python launch.py --config_file configs/multi_cpu.yaml SCRIPT --config RECIPE.yaml
 
 Takes the options of `accelerate launch`. The profile, the settings and, for several processes, the data are checked
 before anything is started. One process replaces this one, so that signals reach it; several are started by

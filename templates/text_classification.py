@@ -1,8 +1,8 @@
 """Fine-tune a pretrained encoder on sentences or pairs of them.
 
-    accelerate launch --config_file configs/cpu.yaml templates/text_classification.py --config RECIPE.yaml
+    accelerate launch --config_file configs/cpu.yaml text_classification.py --config RECIPE.yaml
 
-bert-base-cased on GLUE MRPC reaches about 85 % accuracy and just under 90 % F1 (examples/bert_mrpc has what was
+bert-base-cased on GLUE MRPC reaches about 85 % accuracy and just under 90 % F1 (its example has what was
 measured). The same recipe and seed give the same run on any number of processes, before and after a crash.
 """
 

@@ -170,6 +170,22 @@ def test_the_best_model_is_the_one_with_the_best_number(settings, tmp_path):
         assert all(saved[key].equal(exported[key]) for key in saved), name
 
 
+@pytest.mark.skipif(not hasattr(sys.modules[SCRIPT], "export"), reason="Accelerate itself exports")
+def test_one_process_exports(settings, tmp_path):
+    here = settings | {"output_dir": str(tmp_path / "run")}
+    run(2, here, patches=["spies:note_exports"], environment={"SPY": str(tmp_path / "exports")})
+    assert (tmp_path / "exports.txt").read_text() == "00", "final and best, each by process 0"
+
+
+def test_the_export_waits_for_a_slow_disk(settings, tmp_path):
+    here = settings | {"output_dir": str(tmp_path / "run"), "checkpointing_steps": 100, "eval_steps": 100}
+    if "metric_for_best_model" in OPTIONS:
+        here["metric_for_best_model"] = "loss"
+    run(1, here, patches=["spies:better_each_time", "spies:slow_disk"])
+    assert facts(tmp_path / "run")["results"]["best_step"] == 10
+    assert same_weights(tmp_path / "run" / "best", tmp_path / "run" / "final")
+
+
 # ---------------------------------------------------------------------------------------------------- before, after
 
 
@@ -203,6 +219,7 @@ def test_after_a_signal_it_saves_and_goes_on_exactly(fault, settings, unbroken, 
     last = lines(output_dir, "loss")[-1]["step"]
     assert last < 10, "the signal came too late to prove anything"
     assert saved_steps(output_dir)[-1] == last
+    assert not (output_dir / "final").exists(), "it has not come to its end"
     run(2, here)
     assert_same(output_dir, unbroken)
 
