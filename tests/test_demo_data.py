@@ -54,9 +54,7 @@ def test_one_seed_writes_the_same_bytes(tmp_path):
         done = run_script("pairs.py", str(folder), "--seed", "0", PYTHONHASHSEED=hash_seed)
         assert done.returncode == 0, done.stderr
         assert "synthetic" in done.stdout
-        written = {
-            split: hashlib.sha256((folder / f"{split}.jsonl").read_bytes()).hexdigest() for split in SPLITS
-        }
+        written = {split: hashlib.sha256((folder / f"{split}.jsonl").read_bytes()).hexdigest() for split in SPLITS}
         assert written == SHA256
         assert sorted(path.name for path in folder.iterdir()) == sorted(f"{split}.jsonl" for split in SPLITS)
 
@@ -100,9 +98,7 @@ def test_paraphrases_have_the_same_share_in_each_split(demo, rows):
 def test_training_leaves_words_out_that_other_splits_have(demo, rows):
     def words(split):
         return {
-            w
-            for row in rows[split]
-            for w in (row["sentence1"] + row["sentence2"]).lower().replace(".", " ").split()
+            w for row in rows[split] for w in (row["sentence1"] + row["sentence2"]).lower().replace(".", " ").split()
         }
 
     for name, entries in demo["pairs"].LISTS.items():
@@ -114,9 +110,7 @@ def test_training_leaves_words_out_that_other_splits_have(demo, rows):
 
 def test_every_kind_of_near_miss_occurs(demo, splits):
     pairs = demo["pairs"]
-    kinds = {f"other {name}" for name in pairs.LISTS} | {
-        scene.swap_kind for scene in pairs.SCENES if scene.swap
-    }
+    kinds = {f"other {name}" for name in pairs.LISTS} | {scene.swap_kind for scene in pairs.SCENES if scene.swap}
     assert len(kinds) == 11
     for split in ("train", "test"):
         for label in ("paraphrase", "different"):
@@ -129,9 +123,7 @@ def test_every_kind_of_near_miss_occurs(demo, splits):
 def test_synonyms_are_unambiguous(demo):
     for name, entries in demo["pairs"].LISTS.items():
         words = [word for entry in entries for word in entry]
-        assert len(words) == len(set(words)), (
-            name
-        )  # a word in two entries would be a near-miss that means the same
+        assert len(words) == len(set(words)), name  # a word in two entries would be a near-miss that means the same
 
 
 def test_both_labels_share_as_many_words(splits):
@@ -201,11 +193,7 @@ def test_baseline_prints_both_and_names_a_missing_file(tmp_path):
     assert "majority class" in done.stdout and "bag of words" in done.stdout
     missing = run_script("baseline.py", str(file), str(tmp_path / "nothing.jsonl"))
     assert missing.returncode == 2
-    assert (
-        len(missing.stderr.splitlines()) == 1
-        and "nothing.jsonl" in missing.stderr
-        and "pairs.py" in missing.stderr
-    )
+    assert len(missing.stderr.splitlines()) == 1 and "nothing.jsonl" in missing.stderr and "pairs.py" in missing.stderr
 
 
 def test_model_path_prints_the_folder_or_the_cure(tmp_path):

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from conftest import REPOSITORY, TEMPLATES
 from tiny import make_tiny, settings_for
 from worlds import lines
@@ -20,6 +21,7 @@ COMMANDS = [
     for block in re.findall(r"```bash\n(.*?)```", (REPOSITORY / "README.md").read_text("utf-8"), re.DOTALL)
     for line in block.strip().splitlines()
 ]
+ACCELERATE_LAUNCH = "accelerate launch --config_file configs/single_gpu.yaml templates/text_classification.py --config examples/bert_mrpc/recipe.yaml"  # noqa: E501 (as in the README)
 # The environment that runs these tests is the one that make uses: no other is made.
 VENV = f'VENV="{sys.prefix}"'
 
@@ -79,7 +81,7 @@ def test_make_demo():
 def test_bert_mrpc_without_a_hub_says_what_to_do_in_one_line():
     for command in (
         "make bert-mrpc",
-        "accelerate launch --config_file configs/single_gpu.yaml templates/text_classification.py --config examples/bert_mrpc/recipe.yaml",
+        ACCELERATE_LAUNCH,
     ):
         answer = shell(f"{command} {VENV if command.startswith('make') else ''}")
         assert answer.returncode == 2 if command.startswith("make") else answer.returncode != 0
@@ -96,7 +98,15 @@ def test_make_hands_options_on_intact_and_a_signal_to_make_saves(tmp_path):
     changed = settings_for(tiny) | {"dataset_name": "null", "dataset_config_name": "null", "num_train_epochs": 300}
     changed |= {"eval_steps": 9999, "checkpointing_steps": 9999, "output_dir": output_dir, "seed": 3}
     arguments = " ".join(f'--{name} "{value}"' for name, value in changed.items())
-    command = ["make", "bert-mrpc", f"VENV={sys.prefix}", "PROFILE=multi_gpu", "NUM_PROCESSES=2", "PRECISION=no", f"ARGS={arguments}"]
+    command = [
+        "make",
+        "bert-mrpc",
+        f"VENV={sys.prefix}",
+        "PROFILE=multi_gpu",
+        "NUM_PROCESSES=2",
+        "PRECISION=no",
+        f"ARGS={arguments}",
+    ]
     process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     deadline = time.monotonic() + 180
     while not (output_dir / "metrics.jsonl").exists() or not lines(output_dir):

@@ -167,7 +167,7 @@ def test_two_runs_in_one_folder_at_once_are_refused(tiny_settings, tmp_path):
     settings = tiny_settings | {"output_dir": str(tmp_path / "run")}
     first = World(1, settings, patches=["faults:slow_steps"])
     first.wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists())
-    os.rename(tmp_path / "run.log0", tmp_path / "first.log")
+    (tmp_path / "run.log0").rename(tmp_path / "first.log")
     second = World(1, settings)
     assert second.wait() == [2], second.output()
     assert "another run is writing into" in second.output()

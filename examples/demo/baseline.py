@@ -18,9 +18,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file]
 
 
-def bag_of_words_baseline(
-    train: list[dict[str, Any]], test: list[dict[str, Any]]
-) -> dict[str, dict[str, float]]:
+def bag_of_words_baseline(train: list[dict[str, Any]], test: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Accuracy and F1 (of "paraphrase") on `test`: of the majority class in `train`, and of a bag of words.
 
     The bag of words is a logistic regression on the counts of the words and of the two-word sequences in each

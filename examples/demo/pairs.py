@@ -193,9 +193,7 @@ class Draws:
 
 
 def tell(form: str, words: Sequence[str], fixed: dict[str, str]) -> str:
-    plurals = {
-        f"{i}s": word + ("es" if word.endswith(("ch", "sh", "x")) else "s") for i, word in enumerate(words)
-    }
+    plurals = {f"{i}s": word + ("es" if word.endswith(("ch", "sh", "x")) else "s") for i, word in enumerate(words)}
     for key, value in {**{str(i): word for i, word in enumerate(words)}, **plurals, **fixed}.items():
         form = form.replace("{" + key + "}", value)
     return form[0].upper() + form[1:] + "."
@@ -206,9 +204,7 @@ def draw_pair(draws: Draws, lists: dict[str, list[tuple[str, str]]], label: str)
     gave, given = draws.one(TRANSFERS)
     fixed = {"time": draws.one(TIMES), "gave": gave, "given": given}
     form1, form2 = draws.several(scene.forms, 2)
-    drawn = {
-        name: draws.several(lists[name], 2 * scene.slots.count(name)) for name in sorted(set(scene.slots))
-    }
+    drawn = {name: draws.several(lists[name], 2 * scene.slots.count(name)) for name in sorted(set(scene.slots))}
     old = [drawn[name].pop() for name in scene.slots]  # the entry that fills each slot,
     new = [drawn[name].pop() for name in scene.slots]  # and one that the scene does not use, for a near-miss
     sides = [draws.below(2) for _ in scene.slots]
@@ -237,9 +233,7 @@ def make_pairs(seed: int) -> dict[str, list[Pair]]:
     splits: dict[str, list[Pair]] = {}
     for split, size in SPLIT_SIZES.items():
         skipped = 3 if split == "train" else None
-        lists = {
-            name: [e for i, e in enumerate(entries) if i % 4 != skipped] for name, entries in LISTS.items()
-        }
+        lists = {name: [e for i, e in enumerate(entries) if i % 4 != skipped] for name, entries in LISTS.items()}
         pairs: list[Pair] = []
         paraphrases = round(PARAPHRASE_SHARE * size)  # still to be made
         while len(pairs) < size:
@@ -264,9 +258,7 @@ def write_pairs(folder: Path, seed: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write the demo's synthetic sentence pairs as JSON lines.")
-    parser.add_argument(
-        "output_dir", type=Path, help="folder for train.jsonl, validation.jsonl and test.jsonl"
-    )
+    parser.add_argument("output_dir", type=Path, help="folder for train.jsonl, validation.jsonl and test.jsonl")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     write_pairs(arguments.output_dir, arguments.seed)

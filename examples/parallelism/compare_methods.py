@@ -122,9 +122,7 @@ def measure(world: World, settings: Settings, methods: dict, folder: Path) -> No
             own, record = method_settings(settings, method, options), Record()
             dist.barrier()
             importlib.import_module(method).train(own, world, record)  # no `with`: counting takes time
-            results[label]["seconds"].append(
-                statistics.median(step.seconds for step in record.steps[WARM_UP:])
-            )
+            results[label]["seconds"].append(statistics.median(step.seconds for step in record.steps[WARM_UP:]))
             results[label]["notes"] = record.notes
     results["machine"] = machines
     if world.size == 1:
@@ -254,9 +252,7 @@ def measure_schedules(world: World, folder: Path) -> None:
                     schedule.step(*[x] * (world.rank == 0), target=x, losses=[])
             parts = [None] * world.size
             dist.all_gather_object(parts, stage.events)
-            timelines.append(
-                {"schedule": name, "micro_batches": m, "events": [e for part in parts for e in part]}
-            )
+            timelines.append({"schedule": name, "micro_batches": m, "events": [e for part in parts for e in part]})
     if world.rank == 0:
         (folder / "timelines.json").write_text(json.dumps(timelines))
 
@@ -272,9 +268,7 @@ def with_idle_shares(timeline: dict) -> dict:
     """Adds for each stage the part of the step, first start to last end, in which it did not work."""
     events = timeline["events"]
     first, last = min(event[3] for event in events), max(event[4] for event in events)
-    busy = [
-        sum(end - start for index, *_, start, end in events if index == stage) for stage in range(NUM_STAGES)
-    ]
+    busy = [sum(end - start for index, *_, start, end in events if index == stage) for stage in range(NUM_STAGES)]
     idle = [1 - seconds / (last - first) for seconds in busy]
     return {**timeline, "idle": idle, "theory": pipeline_idle(NUM_STAGES, timeline["micro_batches"])}
 

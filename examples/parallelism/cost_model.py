@@ -15,9 +15,7 @@ BYTES = 4  # of a float32
 class Machine:
     """Measured by compare_methods.py while as many processes work as in the comparison. Seconds, bytes."""
 
-    pass_seconds: (
-        float  # forward and backward of a micro-batch, whatever its size: launching some 500 operators
-    )
+    pass_seconds: float  # forward and backward of a micro-batch, whatever its size: launching some 500 operators
     sample_seconds: float  # and for each sample in it
     optimizer_seconds: float
     latency: float  # of a collective of a few bytes
@@ -75,9 +73,7 @@ def predict(method: str, settings, model: Model, machine: Machine, n: int) -> Pr
     micro = variant.get("micro_batch_size", share)
     ring = (n - 1) / n  # of a tensor: what a gather or a reduce-scatter sends; an all-reduce sends both
 
-    def at(
-        samples: float, passes: int, sent: float, collectives: int, alive: float, **memory: float
-    ) -> Prediction:
+    def at(samples: float, passes: int, sent: float, collectives: int, alive: float, **memory: float) -> Prediction:
         """Every process has all layers and `samples` of the step; `alive` of them in memory at a time."""
         seconds = machine.compute(samples, passes) + machine.optimizer_seconds
         seconds += collectives * machine.latency + sent / machine.bandwidth
@@ -102,9 +98,7 @@ def predict(method: str, settings, model: Model, machine: Machine, n: int) -> Pr
         return at(share, -(-share // micro), factor * 2 * ring * whole, buckets, micro)
     if method == "zero":
         units = model.num_layers + 2
-        gathers = {1: 1, 2: 1, 3: 2}[
-            settings.stage
-        ]  # of the parameters; and one reduce-scatter of the gradients
+        gathers = {1: 1, 2: 1, 3: 2}[settings.stage]  # of the parameters; and one reduce-scatter of the gradients
         collectives = 2 if settings.stage == 1 else (gathers + 1) * units
         sharded = whole / n
         memory = {"optimizer": 2 * sharded}
@@ -112,9 +106,7 @@ def predict(method: str, settings, model: Model, machine: Machine, n: int) -> Pr
             memory["gradients"] = whole + sharded
         else:
             memory |= {"gradients": sharded, "parameters": sharded}
-            memory["gathered"] = (
-                whole if settings.stage == 2 else whole / model.num_layers
-            )  # 3: one block at a time
+            memory["gathered"] = whole if settings.stage == 2 else whole / model.num_layers  # 3: one block at a time
         prediction = at(share, 1, (gathers + 1) * ring * whole, collectives, share, **memory)
         prediction.seconds -= machine.optimizer_seconds * ring
         return prediction

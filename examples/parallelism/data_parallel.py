@@ -74,12 +74,8 @@ def train(settings: Settings, world: World, record: Record) -> Record:
         devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     elif not devices:
         devices = [torch.device("cpu")] * 2
-        record.notes.append(
-            "No two GPUs: both replicas ran on the CPU, with the moves by hand; nothing is won by it."
-        )
-    if any(
-        device.type == "cuda" and not (device.index or 0) < torch.cuda.device_count() for device in devices
-    ):
+        record.notes.append("No two GPUs: both replicas ran on the CPU, with the moves by hand; nothing is won by it.")
+    if any(device.type == "cuda" and not (device.index or 0) < torch.cuda.device_count() for device in devices):
         raise UserError(f"--devices {settings.devices}: {torch.cuda.device_count()} GPU(s) found")
     model = problem.make_model(settings).to(devices[0])
     optimizer = problem.make_optimizer(model.parameters(), settings)
@@ -98,9 +94,7 @@ def train(settings: Settings, world: World, record: Record) -> Record:
             else:
                 replicate(model, replicas)
                 # autograd's hooks see only their own thread: no threads where memory is measured
-                outputs = parallel_apply(
-                    [model, *replicas], scatter(tokens, devices), not record.measure_memory
-                )
+                outputs = parallel_apply([model, *replicas], scatter(tokens, devices), not record.measure_memory)
                 logits = gather(outputs, devices[0])
             loss = problem.loss_sum(logits, labels) / share.num_samples  # on device 0, over all samples
             loss.backward()

@@ -60,9 +60,7 @@ def train(settings: Settings, world: World, record: Record) -> Record:
     model = problem.make_model(settings).to(world.device)
     optimizer = problem.make_optimizer(model.parameters(), settings)
     # gradient_as_bucket_view: .grad lies inside the bucket, so that gradients are not in memory twice
-    parallel = DistributedDataParallel(
-        model, bucket_cap_mb=settings.bucket_cap_mb, gradient_as_bucket_view=True
-    )
+    parallel = DistributedDataParallel(model, bucket_cap_mb=settings.bucket_cap_mb, gradient_as_bucket_view=True)
     buckets = Buckets(settings.comm_hook)
     parallel.register_comm_hook(None, buckets.send)
     record.begin(model, optimizer)
@@ -82,9 +80,7 @@ def train(settings: Settings, world: World, record: Record) -> Record:
 
     # result
     left = ", ".join(f"{(sent - start) / duration:.0%}" for sent in buckets.sent)
-    record.notes.append(
-        f"In the last step {len(buckets.sent)} bucket(s) left after {left} of the backward pass."
-    )
+    record.notes.append(f"In the last step {len(buckets.sent)} bucket(s) left after {left} of the backward pass.")
     record.weights = model.state_dict()  # of the model inside: no "module." in front of the names
     return record
 

@@ -42,9 +42,7 @@ def train(settings: Settings, world: World, record: Record) -> Record:
     # model and optimizer
     model = problem.make_model(settings).to(world.device)
     optimizer = problem.make_optimizer(model.parameters(), settings)
-    parallel = DistributedDataParallel(
-        model, bucket_cap_mb=settings.bucket_cap_mb, gradient_as_bucket_view=True
-    )
+    parallel = DistributedDataParallel(model, bucket_cap_mb=settings.bucket_cap_mb, gradient_as_bucket_view=True)
     record.begin(model, optimizer)
 
     # loop

@@ -24,9 +24,7 @@ def check_equal_start(model: nn.Module, world: World) -> None:
         first = parameter.detach().clone()
         dist.broadcast(first, src=0)
         if not torch.equal(first, parameter):
-            raise RuntimeError(
-                f"process {world.rank} does not start with process 0's {name}: was the seed set?"
-            )
+            raise RuntimeError(f"process {world.rank} does not start with process 0's {name}: was the seed set?")
 
 
 def average_gradients(model: nn.Module, world: World) -> None:
@@ -52,9 +50,7 @@ def train(settings: Settings, world: World, record: Record) -> Record:
         for share in sampler:
             tokens, labels = data.batch(share.indices, world.device)
             loss = problem.loss_sum(model(tokens), labels) / share.num_samples
-            (
-                loss * world.size
-            ).backward()  # undoes the division in average_gradients: the sum is already divided
+            (loss * world.size).backward()  # undoes the division in average_gradients: the sum is already divided
             average_gradients(model, world)
             optimizer.step()
             record.end_step(share.indices, loss)

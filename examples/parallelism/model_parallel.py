@@ -75,9 +75,7 @@ def train(settings: Settings, world: World, record: Record) -> Record:
     elif not devices:
         devices = [torch.device("cpu")] * 2
         record.notes.append("No two GPUs: both stages ran on the CPU.")
-    if any(
-        device.type == "cuda" and not (device.index or 0) < torch.cuda.device_count() for device in devices
-    ):
+    if any(device.type == "cuda" and not (device.index or 0) < torch.cuda.device_count() for device in devices):
         raise UserError(f"--devices {settings.devices}: {torch.cuda.device_count()} GPU(s) found")
     model = problem.make_model(settings)
     stages = Stages([model[layers] for layers in problem.cut(len(model), len(devices))], devices)

@@ -35,9 +35,7 @@ def _timelines(rows: list[dict], timelines: list[dict]):
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    shown = [
-        t for t in timelines if t["schedule"] == "model parallel" or t["micro_batches"] == MICRO_BATCHES_SHOWN
-    ]
+    shown = [t for t in timelines if t["schedule"] == "model parallel" or t["micro_batches"] == MICRO_BATCHES_SHOWN]
     figure = Figure(figsize=(9, 1.65 * len(shown)), layout="constrained")
     start_of = {id(t): min(event[3] for event in t["events"]) for t in shown}
     end = max(max(event[4] for event in t["events"]) - start_of[id(t)] for t in shown)
@@ -73,9 +71,7 @@ def _idle(rows: list[dict], timelines: list[dict]):
     axes.plot(*zip(*theory, strict=True), color="black", linewidth=1, label="(p-1)/(m+p-1), p = 4")
     schedules = sorted({timeline["schedule"] for timeline in timelines})
     for schedule, marker, colour in zip(schedules, "os^D", COLOURS, strict=False):
-        points = [
-            (t["micro_batches"], statistics.mean(t["idle"])) for t in timelines if t["schedule"] == schedule
-        ]
+        points = [(t["micro_batches"], statistics.mean(t["idle"])) for t in timelines if t["schedule"] == schedule]
         axes.plot(*zip(*points, strict=True), marker, color=colour, label=schedule, markersize=6, alpha=0.85)
     axes.set_xscale("log", base=2)
     ticks = [micro_batches for micro_batches, _ in theory]

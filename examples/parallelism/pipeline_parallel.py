@@ -73,9 +73,7 @@ def torch_schedule(kind: str, stage: nn.Module, num_micro_batches: int, loss: Ca
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
     if kind == "1f1b" and num_micro_batches < world.size:
-        raise UserError(
-            f"--num_micro_batches {num_micro_batches}: 1f1b needs one for each of the {world.size} stages"
-        )
+        raise UserError(f"--num_micro_batches {num_micro_batches}: 1f1b needs one for each of the {world.size} stages")
     stage = PipelineStage(stage, world.rank, world.size, world.device)
     schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[kind]
     return schedule(stage, num_micro_batches, loss, scale_grads=False)  # our loss is a sum, already divided

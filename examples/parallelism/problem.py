@@ -59,12 +59,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if (
-                name != "seed"
-                and isinstance(value, (int, float))
-                and not isinstance(value, bool)
-                and not value > 0
-            ):
+            if name != "seed" and isinstance(value, (int, float)) and not isinstance(value, bool) and not value > 0:
                 raise UserError(f"--{name} {value}: must be greater than 0")
         if self.hidden_size % self.num_attention_heads:
             raise UserError(
@@ -158,9 +153,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # -1: as many heads as there are rows of q here (tensor_parallel.py leaves each process some of the
         # heads).
-        q, k, v = (
-            part(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in (self.q, self.k, self.v)
-        )
+        q, k, v = (part(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in (self.q, self.k, self.v))
         weights = (q @ k.transpose(-1, -2) * self.head_size**-0.5).softmax(-1)
         return self.out((weights @ v).transpose(1, 2).flatten(2))
 
@@ -220,9 +213,7 @@ def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
 def cut(num_layers: int, num_stages: int) -> list[slice]:
     """The layers of each stage: consecutive, as equal in number as they can be."""
     if num_stages > num_layers:
-        raise UserError(
-            f"{num_stages} stages, but the model has only {num_layers} layers (--num_hidden_layers + 2)"
-        )
+        raise UserError(f"{num_stages} stages, but the model has only {num_layers} layers (--num_hidden_layers + 2)")
     edges = [stage * num_layers // num_stages for stage in range(num_stages + 1)]
     return [slice(start, stop) for start, stop in pairwise(edges)]
 

@@ -50,9 +50,7 @@ SILENT = ("recv_", "wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored
 def tensors_in(value) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    return (
-        [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, (list, tuple)) else []
-    )
+    return [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, (list, tuple)) else []
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -62,9 +60,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def num_bytes(tensors) -> int:
     """Bytes of memory under the tensors; what two of them share counts once."""
-    storages = {
-        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in map(local, tensors)
-    }
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in map(local, tensors)}
     return sum(storages.values())
 
 
@@ -75,9 +71,7 @@ class Step:
     indices: list[int]
     seconds: float
     collectives: list[tuple[str, int]]  # (name, bytes this process sends), in order
-    memory: dict[
-        str, int
-    ]  # parameters, gradients, optimizer; at their peak: activations, gathered parameters
+    memory: dict[str, int]  # parameters, gradients, optimizer; at their peak: activations, gathered parameters
 
 
 class Record(TorchDispatchMode):
@@ -155,9 +149,7 @@ class Record(TorchDispatchMode):
                 sizes = [tensor.nbytes for tensor in tensors_in(args) + tensors_in(result)]
                 # the same tensor is there as input and output, or the parts and the whole: the largest is the
                 # whole, unless the parts come as a list
-                lists = [
-                    sum(t.nbytes for t in tensors_in(arg)) for arg in args if isinstance(arg, (list, tuple))
-                ]
+                lists = [sum(t.nbytes for t in tensors_in(arg)) for arg in args if isinstance(arg, (list, tuple))]
                 size = max(sizes + lists)
                 self._collectives.append((kind, round(BYTES_SENT[kind](size, dist.get_world_size()))))
             elif not name.endswith(SILENT):
@@ -178,16 +170,12 @@ class Record(TorchDispatchMode):
     def _look_at_gathered(self) -> None:
         """While fully_shard has gathered a layer, its parameters are plain tensors and no DTensors."""
         parameters = dict(self._model.named_parameters()) if self._sharded else {}
-        now = num_bytes(
-            parameters[name] for name in self._sharded if local(parameters[name]) is parameters[name]
-        )
+        now = num_bytes(parameters[name] for name in self._sharded if local(parameters[name]) is parameters[name])
         self._gathered_bytes = max(self._gathered_bytes, now)
 
     def _memory(self) -> dict[str, int]:
         parameters = list(self._model.parameters())
-        states = [
-            v for state in self._optimizer.state.values() for v in state.values() if isinstance(v, Tensor)
-        ]
+        states = [v for state in self._optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
         gradients = [p.grad for group in self._optimizer.param_groups for p in group["params"]]
         gradients += [p.grad for p in parameters]
         return {
@@ -228,9 +216,7 @@ class Record(TorchDispatchMode):
         from safetensors.torch import save_file
 
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(
-            {name: tensor.contiguous() for name, tensor in self.weights.items()}, folder / "model.safetensors"
-        )
+        save_file({name: tensor.contiguous() for name, tensor in self.weights.items()}, folder / "model.safetensors")
         content = {
             "settings": dataclasses.asdict(settings),
             "losses": self.losses,

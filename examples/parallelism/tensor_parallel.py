@@ -115,9 +115,7 @@ def train(settings: Settings, world: World, record: Record) -> Record:
 
     # model and optimizer
     if settings.num_attention_heads % world.size:
-        raise UserError(
-            f"--num_attention_heads {settings.num_attention_heads}: not a multiple of {world.size}"
-        )
+        raise UserError(f"--num_attention_heads {settings.num_attention_heads}: not a multiple of {world.size}")
     model = problem.make_model(settings).to(world.device)
     whole = {"by_hand": cut_by_hand, "dtensor": cut_with_dtensor}[settings.implementation](model, world)
     optimizer = problem.make_optimizer(model.parameters(), settings)

@@ -40,9 +40,7 @@ class FlatShards:
         length = sum(p.numel() for p in self.named.values())
         length += -length % world.size  # equal parts
         self.flat, self.flat_grad = (torch.zeros(length, device=world.device) for _ in range(2))
-        for p, view, grad in zip(
-            self.named.values(), self.views(self.flat), self.views(self.flat_grad), strict=True
-        ):
+        for p, view, grad in zip(self.named.values(), self.views(self.flat), self.views(self.flat_grad), strict=True):
             view.copy_(p.detach())
             p.data, p.grad = view, grad
         self.shard = nn.Parameter(self.flat.chunk(world.size)[world.rank])
@@ -50,10 +48,7 @@ class FlatShards:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         sizes = [p.numel() for p in self.named.values()]
-        return [
-            part.view_as(p)
-            for part, p in zip(flat[: sum(sizes)].split(sizes), self.named.values(), strict=True)
-        ]
+        return [part.view_as(p) for part, p in zip(flat[: sum(sizes)].split(sizes), self.named.values(), strict=True)]
 
     def reduce_scatter(self) -> None:
         """My part of the averaged gradient: the first half of an all-reduce."""

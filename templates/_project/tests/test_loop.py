@@ -138,7 +138,10 @@ def test_it_announces_what_it_does_and_keeps_what_it_should(unbroken):
     assert [row["step"] for row in training] == list(range(1, 11)), "announced and done are the same"
     assert all(row["samples_per_second"] > 0 for row in training)
     assert [row["step"] for row in evaluations] == [3, 6, 9, 10]
-    best = facts(unbroken)["results"]["best_step"]
+    results, num_test_samples = facts(unbroken)["results"], facts(unbroken)["data"]["rows"].get("test", 0)
+    assert [row["test_samples"] for row in lines(unbroken, "test_loss")] == [num_test_samples] * (num_test_samples > 0)
+    assert ("test_loss" in results) == (num_test_samples > 0)
+    best = results["best_step"]
     assert best in [row["step"] for row in evaluations]
     saved = saved_steps(unbroken)
     assert {best, 10} <= set(saved) and len(saved) == 2, "two are kept, never without the best and the newest"
