@@ -63,6 +63,7 @@ def environment_is_made():
         yield
 
 
+@pytest.mark.timeout(900)
 def test_make_demo():
     """The main job, offline: far above a majority vote and a bag of words, exported, three pairs predicted."""
     answer = shell(f"make demo {VENV}", limit=600)
@@ -78,6 +79,7 @@ def test_make_demo():
         assert word in answer.stdout, answer.stdout
 
 
+@pytest.mark.timeout(900)
 def test_bert_mrpc_without_a_hub_says_what_to_do_in_one_line():
     for command in (
         "make bert-mrpc",
@@ -171,6 +173,7 @@ def test_help_lists_every_job():
         assert f"make {target}" in answer.stdout, target
 
 
+@pytest.mark.timeout(900)
 def test_make_prove_trains_in_every_way():
     answer = shell(f"make prove {VENV}", limit=900)
     assert answer.returncode == 0, answer.stdout + answer.stderr

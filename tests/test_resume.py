@@ -61,6 +61,7 @@ def test_killed_at_that_moment_the_run_goes_on_exactly(
     assert_same(output_dir, unbroken[num_processes])
 
 
+@pytest.mark.timeout(900)
 def test_killed_at_twenty_random_moments_the_run_goes_on_exactly(settings, unbroken, tmp_path):
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")
