@@ -23,6 +23,8 @@ PROJECT_FILES = REPOSITORY / "templates" / "_project"
 TEMPLATES = sorted(path.stem.removeprefix("made_") for path in (PROJECT_FILES / "tests").glob("made_*.py"))
 IDENTITY = ["-c", "user.name=test", "-c", "user.email=test@example.org"]
 
+pytestmark = pytest.mark.timeout(900)  # a project's own tests run inside of some
+
 
 def git(folder: Path, *arguments: str) -> str:
     return subprocess.run(
