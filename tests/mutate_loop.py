@@ -10,6 +10,7 @@ each on a quiet machine, and the time of the whole suite for each that survives.
 
 import argparse
 import ast
+import atexit
 import copy
 import importlib
 import multiprocessing
@@ -67,6 +68,12 @@ def mutants(source: str) -> list[tuple[int, str, str]]:
     return result
 
 
+def run_alone(target, arguments: tuple) -> None:
+    """Call `target` in a forked process, which must not delete its parent's temporary folders when it ends."""
+    atexit._clear()
+    target(*arguments)
+
+
 def judge(template: str, source: str, settings: dict, log: str) -> None:
     """In a process of its own: run the tests on a changed script; exit with pytest's code."""
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -84,7 +91,8 @@ def judge(template: str, source: str, settings: dict, log: str) -> None:
     import worlds
 
     fork = multiprocessing.get_context("fork")
-    worlds.process = lambda target, arguments: fork.Process(target=target, args=arguments)  # it has the changed script
+    # Forked from here, a run has the changed script.
+    worlds.process = lambda target, arguments: fork.Process(target=run_alone, args=(target, arguments))
     worlds.World.wait.__defaults__ = (LIMIT,)
     code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-k", "not launcher", "tests/test_loop.py"])
     sys.stdout.flush()
