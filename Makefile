@@ -90,6 +90,7 @@ new: ## start a project of your own (TEMPLATE=text_classification DEST=../mine)
 	@$(MAKE) --no-print-directory environment
 	@commit=$$(git rev-parse HEAD 2>/dev/null || true); "$(VENV)/bin/copier" copy --defaults $${commit:+--vcs-ref $$commit} \
 		--data template=$(TEMPLATE) "$(CURDIR)" "$(DEST)"
+	@$(VENV_PYTHON) -B "$(DEST)/tests/made_$(TEMPLATE).py" "$(DEST)/made"
 
 .PHONY: prove
 prove: environment ## train a tiny model in every way that must not matter, and print how far the runs are apart

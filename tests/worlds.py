@@ -53,6 +53,8 @@ def _child(template: str, settings: dict, environment: dict, log: str, patches: 
     for patch in patches:
         name, _, function = patch.partition(":")
         getattr(importlib.import_module(name), function)(module)
+    # Forked, this process has the server's exit handlers: it must not delete the caches that the others still use.
+    importlib.import_module("conftest").CACHES._finalizer.detach()
     with exit_codes():
         module.main(module.Settings(**settings))
 
