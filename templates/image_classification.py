@@ -589,7 +589,6 @@ def main(settings: Settings) -> None:
                 progress.skipped_steps += 1
                 counted = f"{progress.skipped_steps} of at most {settings.skip_nonfinite_steps}"
                 run.say(f"step {step} is skipped ({counted}): its gradient is not finite")
-                stop.poll()
             else:
                 optimizer.step()
                 if not accelerator.optimizer_step_was_skipped:  # fp16 skips a step whose scaled gradient overflows

@@ -21,6 +21,11 @@ MEETING_TIMEOUT = 300  # seconds that the machines of a run wait for each other
 STARTS_SEVERAL = ("MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "FSDP", "DEEPSPEED")
 
 
+def refuse(message: str) -> None:
+    """Take the place of argparse's own way out, whose usage of a hundred lines hides the message."""
+    raise UserError(f"{message} (see accelerate launch --help)")
+
+
 def read_profile(path: Path) -> dict:
     """Return a profile's keys and values. Raises `UserError` for a missing or unreadable file and unknown keys."""
     import yaml
@@ -104,20 +109,22 @@ def exit_code_of(output_dir: str | None, codes: list[int]) -> int:
 
 def main(arguments: list[str]) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin are slow where cores are shared
-    if "--config_file" in arguments:
-        path = Path(arguments[arguments.index("--config_file") + 1])
-        profile = read_profile(path)
-    else:
-        raise UserError("give a profile: --config_file configs/cpu.yaml")
-
     from accelerate.commands import launch
 
-    options = launch.launch_command_parser().parse_args(arguments)
-    script = Path(options.training_script)
+    parser = launch.launch_command_parser()
+    parser.error = refuse
+    options = parser.parse_args(arguments)
+    if options.config_file is None:
+        raise UserError("give a profile: --config_file configs/cpu.yaml")
+    path, script = Path(options.config_file), Path(options.training_script)
+    profile = read_profile(path)
     if not script.is_file():
         raise UserError(f"there is no script {script}")
-    num_processes = int(options.num_processes or profile.get("num_processes") or 1)
-    num_machines = int(options.num_machines or profile.get("num_machines") or 1)
+    # 0 is an answer, and refused below: only what is not given comes from the profile.
+    num_processes, num_machines = (
+        int(profile.get(name) or 1) if (given := getattr(options, name)) is None else given
+        for name in ("num_processes", "num_machines")
+    )
 
     import torch
 

@@ -155,6 +155,10 @@ def check_model_folder(name: str) -> None:
         raise UserError(f"model_name_or_path: there is no folder {name}")
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise UserError(f"model_name_or_path: folder {name} has no config.json: it holds no saved model")
+    if folder.is_dir() and not any(path for kind in ("tokenizer*", "vocab*", "*.model") for path in folder.glob(kind)):
+        raise UserError(
+            f"model_name_or_path: folder {name} has no tokenizer: save one there with tokenizer.save_pretrained"
+        )
 
 
 def load_data(settings: Settings) -> TextSplits:
@@ -210,6 +214,7 @@ def evaluation_loader(settings: Settings, rows, collate, num_processes: int):
 
 def build_model(settings: Settings, label_names: tuple[str, ...]):
     """Return the tokenizer and the model with a new classification layer, the same on every process."""
+    from safetensors import SafetensorError
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
     from transformers.utils import logging
 
@@ -224,11 +229,16 @@ def build_model(settings: Settings, label_names: tuple[str, ...]):
         model = AutoModelForSequenceClassification.from_pretrained(
             settings.model_name_or_path, num_labels=len(label_names), ignore_mismatched_sizes=True, **names
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(
             f"model_name_or_path {settings.model_name_or_path}: cannot be loaded ({one_line(error)[:200]}). Ways on:"
             " a folder with a saved model, a cache (HF_HOME) filled on a machine with a network, or `make demo`"
         ) from error
+    if len(tokenizer) > (known := model.get_input_embeddings().num_embeddings):
+        raise UserError(
+            f"model_name_or_path {settings.model_name_or_path}: its tokenizer has {len(tokenizer)} tokens, the model"
+            f" knows {known}: save the tokenizer there that belongs to it"
+        )
     if settings.gradient_checkpointing:  # by its old name, which is good to below 6: the new one is not in 5.20
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if settings.torch_compile:
@@ -471,7 +481,6 @@ def main(settings: Settings) -> None:
                 progress.skipped_steps += 1
                 counted = f"{progress.skipped_steps} of at most {settings.skip_nonfinite_steps}"
                 run.say(f"step {step} is skipped ({counted}): its gradient is not finite")
-                stop.poll()
             else:
                 optimizer.step()
                 if not accelerator.optimizer_step_was_skipped:  # fp16 skips a step whose scaled gradient overflows

@@ -83,6 +83,25 @@ def test_an_unknown_profile_lists_those_there_are():
         launch.read_profile(REPOSITORY / "configs" / "eight_gpus.yaml")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["blank.py"], "give a profile"),
+        (["--config_file"], "config-file: expected one argument"),
+        (["--config_file=multi_cpu.yaml", "--num_processes", "two", "blank.py"], "invalid int value: 'two'"),
+        (["--config_file=multi_cpu.yaml", "--num_processes", "0", "blank.py"], "0 processes on 1 machines"),
+        (["--config_file=multi_cpu.yaml", "nothing.py"], "there is no script nothing.py"),
+        (["--config_file=multi_cpu.yaml"], "required: training_script"),
+    ],
+)
+def test_a_wrong_command_is_one_line(arguments, words, monkeypatch):
+    monkeypatch.chdir(TEMPLATES)
+    arguments = [part.replace("=", f"={REPOSITORY / 'configs'}/") for part in arguments]
+    with pytest.raises(UserError, match=words) as mistake:
+        launch.main(arguments)
+    assert len(str(mistake.value).splitlines()) == 1
+
+
 # -- as a user starts it -------------------------------------------------------------------------------------------
 
 
@@ -94,10 +113,8 @@ def start(profile: str, settings: dict, *options: str, environment=None, **more)
         command,
         cwd=REPOSITORY,
         env=os.environ | (environment or {}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
         text=True,
-        **more,
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} | more,
     )
 
 
@@ -147,6 +164,34 @@ def test_a_signal_to_the_launcher_saves_and_exits_with_75(profile, number, tiny_
     assert process.returncode == 75, output
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
     assert facts["status"] == "stopped"
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
+
+
+def test_on_a_terminal_there_is_a_bar_and_closing_it_saves_and_stops(tiny_settings, tmp_path):
+    import fcntl
+    import pty
+    import struct
+    import termios
+
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+
+    def become_the_terminals_session() -> None:
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    settings = tiny_settings | {"output_dir": tmp_path / "run", "num_train_epochs": 500, "checkpointing_steps": 1000}
+    streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "preexec_fn": become_the_terminals_session}
+    process = start("multi_cpu", settings | {"eval_steps": 1000}, **streams)
+    os.close(theirs)
+    screen, deadline = b"", time.monotonic() + 120
+    while b"/2500 [" not in screen:
+        assert time.monotonic() < deadline, screen.decode()
+        screen += os.read(ours, 4096)
+    os.close(ours)
+    assert process.wait(60) == 75
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (facts["status"], facts["cause"]) == ("stopped", "signal SIGHUP")
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
 
 

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,45 @@ def test_the_profile_decides_the_precision_unless_the_script_does(tiny_settings,
         assert json.loads((tmp_path / name / "run.json").read_text())["world"]["mixed_precision"] == expected
     dtypes = {value.dtype for value in weights(tmp_path / "profile" / "final").values()}
     assert dtypes == {torch.float32}, "weights stay in fp32"
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("no weights", "cannot be loaded"),
+        ("torn weights", "cannot be loaded"),
+        ("torn configuration", "cannot be loaded"),
+        ("no tokenizer", "has no tokenizer: save one there"),
+        ("no configuration", "has no config.json: it holds no saved model"),
+        ("another tokenizer", "its tokenizer has 31 tokens, the model knows 24"),
+    ],
+)
+def test_a_model_folder_that_is_not_whole_is_one_line(fault, words, tiny, tiny_settings, tmp_path):
+    from transformers import AutoTokenizer
+
+    folder = tmp_path / "model"
+    shutil.copytree(tiny / "bert", folder)
+    if fault == "no tokenizer":
+        for path in [*folder.glob("tokenizer*"), *folder.glob("vocab*"), *folder.glob("special*")]:
+            path.unlink()
+    elif fault == "another tokenizer":
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.add_tokens([f"new{number}" for number in range(7)])
+        tokenizer.save_pretrained(folder)
+    else:
+        path = folder / ("model.safetensors" if fault.endswith("weights") else "config.json")
+        data = path.read_bytes()
+        path.unlink()
+        if fault.startswith("torn"):
+            path.write_bytes(data[: len(data) // 2])
+    settings = tiny_settings | {"model_name_or_path": str(folder), "output_dir": str(tmp_path / "run")}
+    world = run(1, settings, expected=2)
+    line = world.output().strip()
+    assert line.startswith("error: model_name_or_path"), line
+    assert words in line
+    assert str(folder) in line
+    assert "\n" not in line
+    assert not (tmp_path / "run").exists()
 
 
 def test_fp16_without_a_gpu_is_one_line(tiny_settings, tmp_path):

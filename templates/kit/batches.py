@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from kit.stopping import begin_worker
 
@@ -51,8 +51,17 @@ class WeightedSamples(Dataset):
         return len(self.dataset)
 
     def __getitem__(self, sample: Sample) -> dict:
-        with seeded(self.seed, "sample", sample.epoch, sample.index):
-            return {**self.dataset[sample.index], "sample_id": sample.index, "weight": sample.weight}
+        return self.__getitems__([sample])[0]
+
+    def __getitems__(self, samples: list[Sample]) -> list[dict]:
+        """Return the items of a batch, as a DataLoader asks for them: to keep the generators has its price."""
+        with generators_kept():
+            return [self._load(sample) for sample in samples]
+
+    def _load(self, sample: Sample) -> dict:
+        # Data are loaded on the CPU: the devices' generators have no part in it.
+        _seed(torch.default_generator.manual_seed, self.seed, "sample", sample.epoch, sample.index)
+        return {**self.dataset[sample.index], "sample_id": sample.index, "weight": sample.weight}
 
 
 def build_loader(dataset, sampler: Sampler, collate, num_workers: int, seed: int) -> DataLoader:
@@ -76,34 +85,24 @@ def seed_for(*parts: int | str) -> int:
 
 
 def seed_all(*parts: int | str) -> None:
-    """Seed the global generators of Python, NumPy (where it is in use) and PyTorch from `parts`."""
-    value = seed_for(*parts)
-    random.seed(value)
-    torch.manual_seed(value)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(value % 2**32)
+    """Seed the global generators of Python, NumPy (where it is in use) and PyTorch, all devices, from `parts`."""
+    _seed(torch.manual_seed, *parts)
 
 
-def _seed_host(*parts: int | str) -> None:
-    """Do as `seed_all`, but leave the devices' generators alone: data are loaded on the CPU. It is quicker, too."""
+def _seed(seed_torch, *parts: int | str) -> None:
     value = seed_for(*parts)
     random.seed(value)
-    torch.default_generator.manual_seed(value)
+    seed_torch(value)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(value % 2**32)
 
 
 @contextmanager
-def seeded(*parts: int | str):
-    """Seed the global generators from `parts` inside the context, and leave them as they were."""
-    if get_worker_info() is not None:  # the generators of a worker serve nothing else
-        _seed_host(*parts)
-        yield
-        return
+def generators_kept():
+    """Leave the global generators of Python, NumPy and PyTorch's CPU as they were."""
     numpy = sys.modules.get("numpy")
     before = random.getstate(), numpy and numpy.random.get_state()
     with torch.random.fork_rng(devices=[]):
-        _seed_host(*parts)
         try:
             yield
         finally:
@@ -223,12 +222,9 @@ class StepSampler(Sampler):
         missing = self.min_micro_batch_size - len(real)
         if missing <= 0:
             return []
-        order, start = (
-            self._epoch_order(self.epoch_of(step)),
-            (step - 1) % self.steps_per_epoch * self.global_batch_size,
-        )
-        near = torch.cat([order[start:], order[:start]])[: missing + len(real)].tolist()
-        others = [index for index in near if index not in real] or real
+        start = (step - 1) % self.steps_per_epoch * self.global_batch_size
+        near = torch.arange(start, start + min(missing + len(real), self.num_samples)) % self.num_samples
+        others = [index for index in self._epoch_order(self.epoch_of(step))[near].tolist() if index not in real] or real
         return (others * missing)[:missing]
 
     def _epoch_order(self, epoch: int) -> torch.Tensor:

@@ -237,36 +237,34 @@ def choose(folder: Path, resume_from_checkpoint: str) -> tuple[Path | None, list
         return None, []
     is_auto = resume_from_checkpoint == "auto"
     place = folder if is_auto else Path(resume_from_checkpoint)
-    for below in ("", "checkpoints"):  # a run directory is as good as its checkpoints folder
-        if not is_auto and (place / below).is_dir() and any(map(_is_remnant, (place / below).iterdir())):
-            place = place / below
-            break
     if not is_auto and not place.is_dir():
         raise UserError(f"resume_from_checkpoint: there is no folder {place}; give a checkpoint, a run, auto or none")
-    if not is_auto and (step_of(place) is not None or (place / MANIFEST).exists()):
+    if step_of(place) is not None or (place / MANIFEST).exists():
         candidates = [place]
-    else:
-        remnants = filter(_is_remnant, place.iterdir()) if place.is_dir() else []
-        candidates = sorted(remnants, key=lambda path: (len(path.stem), path.name), reverse=True)  # by number
+    else:  # a run directory is as good as its checkpoints folder
+        candidates = _remnants(place) or _remnants(place / "checkpoints")
     notes = []
     for path in candidates:
         fault = "left over from an interrupted save" if path.name.endswith(TEMPORARY) else fault_of(path)
         if fault is None:
             return path, notes
         notes.append(f"checkpoint {path} is passed over: {fault}")
-    if candidates or not is_auto:
-        # A leftover of the very first save is no checkpoint that was lost: nothing was ever complete.
-        if is_auto and all(path.name.endswith(TEMPORARY) for path in candidates):
-            return None, notes
-        raise UserError(
-            f"no complete checkpoint in {place} ({'; '.join(notes) or 'it holds none'}): to start anew use"
-            " --resume_from_checkpoint none with another --output_dir, or --overwrite_output_dir true"
-        )
-    return None, notes
+    if is_auto and all(path.name.endswith(TEMPORARY) for path in candidates):
+        return None, notes  # nothing was ever complete, so no checkpoint was lost
+    raise UserError(
+        f"no complete checkpoint in {place} ({'; '.join(notes) or 'it holds none'}): to start anew use"
+        " --resume_from_checkpoint none with another --output_dir, or --overwrite_output_dir true"
+    )
 
 
-def _is_remnant(path: Path) -> bool:
-    return step_of(path) is not None or (path.name.startswith("step_") and path.name.endswith(TEMPORARY))
+def _remnants(folder: Path) -> list[Path]:
+    """Return what saves have left in a folder, complete or not, the newest first."""
+    found = [
+        path
+        for path in (folder.iterdir() if folder.is_dir() else [])
+        if step_of(path) is not None or (path.name.startswith("step_") and path.name.endswith(TEMPORARY))
+    ]
+    return sorted(found, key=lambda path: (len(path.stem), path.name), reverse=True)  # by number
 
 
 def read_document(path: Path, name: str) -> dict:

@@ -199,8 +199,11 @@ class RunDirectory:
         if self.is_main:
             from tqdm import tqdm
 
-            tqdm.write(text)
-            sys.stdout.flush()
+            try:
+                tqdm.write(text)
+                sys.stdout.flush()
+            except OSError:  # the terminal is closed, or its reader has gone: the run directory has what counts
+                sys.stdout = open(os.devnull, "w", encoding="utf-8")  # to the end of the process
 
     def record(self, **facts) -> None:
         """Add facts to run.json."""

@@ -12,7 +12,8 @@ import time
 from datetime import timedelta
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: nothing is lost, the same command goes on
-SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
+NAMES = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")  # of schedulers and people; the last when the terminal is closed
+SIGNALS = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
 STARTED = time.monotonic()
 
 _received: tuple[int, float] | None = None  # the first signal and when it came
@@ -20,12 +21,13 @@ _is_deferred = False  # True while a Stopper polls; before, there is nothing to 
 
 
 def catch_signals() -> None:
-    """Make SIGTERM, SIGINT and SIGUSR1 end the script in good order, with exit code 75.
+    """Make SIGTERM, SIGINT, SIGUSR1 and SIGHUP end the script in good order, with exit code 75.
 
     A launcher of one process does not pass signals on; on Linux its death is taken as SIGTERM.
     """
     for number in SIGNALS:
-        signal.signal(number, _on_signal)
+        if signal.Signals(number).name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN:  # not under nohup
+            signal.signal(number, _on_signal)
     if sys.platform == "linux" and _is_child_of_a_launcher():
         import ctypes
 
