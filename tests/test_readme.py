@@ -180,6 +180,20 @@ def test_make_prove_trains_in_every_way():
     assert "16 of 16 ways are the same run" in answer.stdout
 
 
+@pytest.mark.timeout(600)
 def test_make_compare_methods_measures_all_of_them(tmp_path):
-    answer = shell(f"make compare-methods {VENV} ARGS='--help'")
-    assert answer.returncode == 0, answer.stderr
+    small = "--num_rounds 1 --num_steps 1 --hidden_size 32 --global_batch_size 8"
+    answer = shell(f"make compare-methods {VENV} ARGS='{small} --output_dir \"{tmp_path}/a b\"'", limit=600)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    table = json.loads((tmp_path / "a b" / "table.json").read_text("utf-8"))
+    for row in table["methods"]:
+        assert f"\n| {row['method']} | {row['processes']} | " in answer.stdout
+        assert row["measured"]["seconds"] > 0
+        assert row["measured"]["bytes_sent"] == pytest.approx(row["predicted"]["bytes_sent"]), row["method"]
+    scripts = {path.name for path in (REPOSITORY / "examples" / "parallelism").glob("*.py")}
+    assert len({row["script"] for row in table["methods"]} & scripts) >= 10
+    report = (tmp_path / "a b" / "report.html").read_text("utf-8")
+    pictures = sorted(path.name for path in (tmp_path / "a b").glob("*.png"))
+    assert pictures == ["costs.png", "idle.png", "memory.png", "timelines.png"]
+    assert report.count("<img") == 4
+    assert report.count("src='data:image/png;base64,") == 4, "one file, to be sent around"
