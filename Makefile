@@ -61,8 +61,11 @@ bert-mrpc: environment ## fine-tune BERT on GLUE MRPC
 resnet50-pets: environment ## fine-tune ResNet50 on the Oxford pets
 	$(LAUNCH) templates/image_classification.py --config examples/resnet50_pets/recipe.yaml $(ARGS)
 
+data-given: # before anything is installed
+	@test -n "$(DATA)" || { echo "error: give DATA=FOLDER, the folder of the images" >&2; exit 2; }
+
 .PHONY: resnet50-pets-cpu
-resnet50-pets-cpu: environment ## three breeds on a CPU with real weights (DATA=FOLDER of the pets)
+resnet50-pets-cpu: data-given environment ## three breeds on a CPU with real weights (DATA=FOLDER of the pets)
 	@$(VENV_PYTHON) examples/resnet50_pets/three_breeds.py "$(DATA)" outputs/three_breeds
 	@$(VENV_PYTHON) examples/resnet50_pets/imagenet_weights.py outputs/tf_efficientnet_lite0
 	$(LAUNCH) templates/image_classification.py --config examples/resnet50_pets/recipe_cpu.yaml $(ARGS)
@@ -73,7 +76,7 @@ demo-images: environment ## train on drawn animals, offline, in two minutes
 	$(LAUNCH) templates/image_classification.py --config examples/demo_images/recipe.yaml $(ARGS)
 
 .PHONY: check-data
-check-data: environment ## list bad, odd and doubled images (DATA=FOLDER)
+check-data: data-given environment ## list bad, odd and doubled images (DATA=FOLDER)
 	PYTHONPATH=templates $(VENV_PYTHON) examples/resnet50_pets/check_data.py --data_dir "$(DATA)" $(ARGS)
 
 .PHONY: bench-images

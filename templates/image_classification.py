@@ -159,7 +159,7 @@ def is_greater_better(settings: Settings) -> bool:
 def check(settings: Settings) -> None:
     """Refuse what is known to be wrong before anything heavy is imported or launched."""
     check_precision(settings.mixed_precision)
-    if settings.data_dir is None and settings.dataset_name in (None, PETS):
+    if not settings.data_dir and settings.dataset_name in (None, PETS):
         raise UserError("no images: give data_dir (a folder) or dataset_name; for oxford-iiit-pet both")
     if settings.data_dir and settings.dataset_name is None and not Path(settings.data_dir).expanduser().is_dir():
         raise UserError(f"data_dir: there is no folder {settings.data_dir!r}")

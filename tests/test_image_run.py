@@ -183,16 +183,6 @@ def test_a_tail_of_one_image_is_filled_up_and_said(num_processes, settings, tmp_
     assert lines(tmp_path / "run", "eval_loss")[0]["eval_samples"] == 9
 
 
-def test_a_frozen_backbone_does_not_move_nor_do_its_statistics(settings, tmp_path):
-    frozen = settings | {"freeze_backbone": True, "max_train_steps": 4, "output_dir": str(tmp_path / "run")}
-    run(2, frozen)
-    _, fresh = build_model(Settings(**frozen), 3)
-    before, after = fresh.state_dict(), weights(tmp_path / "run" / "final")
-    moved = {name for name in before if not torch.equal(before[name], after[name])}
-    assert moved == {"fc.weight", "fc.bias"}
-    assert any(name.endswith("running_mean") for name in before)
-
-
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_sync_batchnorm_on_a_cpu_is_one_warning_and_plain_weights(num_processes, settings, tmp_path):  # report 83
     import timm
@@ -263,24 +253,6 @@ def _execute(code: str, folder: str) -> None:
     os.chdir(folder)
     with open("answer.txt", "w", encoding="utf-8") as sys.stdout:
         exec(code, {})
-
-
-def test_the_average_is_the_average(settings, tmp_path):
-    from safetensors.torch import load_file
-
-    changed = {"ema_decay": 0.45, "max_train_steps": 3, "checkpointing_steps": 1, "checkpoints_total_limit": None}
-    run(1, settings | changed | {"output_dir": str(tmp_path / "run")})
-    folders = [tmp_path / "run" / "checkpoints" / f"step_{step:08d}" for step in (1, 2, 3)]
-    raw = [load_file(folder / "model.safetensors") for folder in folders]
-    average = [load_file(folder / "ema.safetensors") for folder in folders]
-    assert average[0].keys() == raw[0].keys()
-    for name, value in average[0].items():
-        assert torch.equal(value, raw[0][name]), name
-        for step in (2, 3):
-            decay = min(0.45, 1 - step ** (-2 / 3))
-            before, now = average[step - 2][name], raw[step - 1][name]
-            expected = decay * before + (1 - decay) * now if value.is_floating_point() else now
-            assert average[step - 1][name].allclose(expected, rtol=1e-5, atol=1e-7), (name, step)
 
 
 def test_smoothed_and_mixed_labels_are_those_of_the_papers():

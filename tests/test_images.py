@@ -660,8 +660,9 @@ def test_check_data_answers_0_1_or_2(tmp_path, capsys):
     assert run_script(check, "--data_dir", str(data)) == 1
     printed = capsys.readouterr().out
     assert "bad, cannot be used: 3" in printed and all(str(data / name) in printed for name in bad)
-    assert run_script(check, "--data_dir", str(tmp_path / "nowhere")) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    for folder in (tmp_path / "nowhere", ""):
+        assert run_script(check, "--data_dir", str(folder)) == 2
+        assert capsys.readouterr().err.count("\n") == 1
 
 
 # ----------------------------------------------------------------------------------------------------------- the cache

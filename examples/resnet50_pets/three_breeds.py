@@ -35,5 +35,6 @@ if __name__ == "__main__":
     parser.add_argument("target", type=Path)
     arguments = parser.parse_args()
     if not (arguments.source / "annotations" / "trainval.txt").is_file():
-        sys.exit(f"error: {arguments.source} has no annotations/trainval.txt: give the folder of the Oxford pets")
+        print(f"error: {arguments.source} has no annotations/trainval.txt: give the pets' folder", file=sys.stderr)
+        sys.exit(2)
     print(copy_breeds(arguments.source, arguments.target))

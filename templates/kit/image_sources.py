@@ -72,7 +72,7 @@ def find_images(
         if data_dir is not None:
             raise UserError(f"data_dir {data_dir!r} and dataset_name {dataset_name!r} are both given: set one to null")
         found, label_names, tables = _hub_images(dataset_name, dataset_config_name, image_column, label_column)
-    elif data_dir is None:
+    elif not data_dir:
         raise UserError("no images: give data_dir (a folder) or dataset_name")
     else:
         root = _pets_folder(Path(data_dir).expanduser()) if dataset_name == PETS else Path(data_dir).expanduser()

@@ -4,6 +4,7 @@ Results go to files named after the environment variable SPY.
 """
 
 import copy
+import dataclasses
 import itertools
 import json
 import os
@@ -157,6 +158,45 @@ def better_each_time(script) -> None:
         return note(progress, 1 / len(calls), *arguments, **keywords)
 
     script.note_evaluation = replaced
+
+
+def no_number(script) -> None:
+    """Let each evaluation find what is not a number."""
+    note = script.note_evaluation
+
+    def replaced(progress, metric, *arguments, **keywords):
+        return note(progress, float("nan"), *arguments, **keywords)
+
+    script.note_evaluation = replaced
+
+
+def without_test_split(script) -> None:
+    """Take the test split away."""
+    load = script.load_data
+
+    def replaced(settings):
+        splits = load(settings)
+        return dataclasses.replace(splits, test=[] if isinstance(splits.test, list) else None)
+
+    script.load_data = replaced
+
+
+def hide_test_labels(script) -> None:
+    """Hide the labels of the split of NUM_SAMPLES; append the number of each process that writes predictions."""
+    predict, write = script.predict, script.write_predictions
+
+    def replaced(*arguments):
+        predicted = predict(*arguments)
+        if len(predicted["label"]) == int(os.environ["NUM_SAMPLES"]):
+            predicted["label"].fill_(-1)
+        return predicted
+
+    def noting(*arguments):
+        with open(f"{os.environ['SPY']}.txt", "a") as file:
+            file.write(os.environ["RANK"])
+        return write(*arguments)
+
+    script.predict, script.write_predictions = replaced, noting
 
 
 def slow_disk(script) -> None:

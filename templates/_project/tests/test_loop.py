@@ -18,16 +18,21 @@ import worlds
 from conftest import PROJECT, SCRIPT
 from worlds import World, largest_difference, lines, numbers, same_weights, samples_by_step
 
-OPTIONS = importlib.import_module(SCRIPT).Settings.__dataclass_fields__
+MODULE = importlib.import_module(SCRIPT)
+OPTIONS = MODULE.Settings.__dataclass_fields__
+has_test_split = pytest.mark.skipif(not hasattr(MODULE, "write_predictions"), reason="the script knows no test split")
+
+
+def needs(option: str):
+    return pytest.mark.skipif(option not in OPTIONS, reason=f"the script has no {option}")
 
 
 def run(num_processes: int, settings: dict, expected: int = 0, **options) -> World:
     return worlds.run(num_processes, settings, expected, template=SCRIPT, **options)
 
 
-def start(num_processes: int, settings: dict, fault: str | None = None, **options) -> World:
-    patches = [f"faults:{fault}"] if fault else []
-    return World(num_processes, settings, SCRIPT, patches, {"FAULT": json.dumps(options)})
+def start(num_processes: int, settings: dict, fault: str, patches=(), **options) -> World:
+    return World(num_processes, settings, SCRIPT, [f"faults:{fault}", *patches], {"FAULT": json.dumps(options)})
 
 
 def facts(output_dir) -> dict:
@@ -145,6 +150,10 @@ def test_it_announces_what_it_does_and_keeps_what_it_should(unbroken):
     assert best in [row["step"] for row in evaluations]
     saved = saved_steps(unbroken)
     assert {best, 10} <= set(saved) and len(saved) == 2, "two are kept, never without the best and the newest"
+    if hasattr(MODULE, "HOW_TO_LOAD"):
+        card = (unbroken / "README.md").read_text("utf-8")
+        assert MODULE.HOW_TO_LOAD in card
+        assert f"| best_step | {best} |" in card
 
 
 def test_lines_come_when_due_with_the_speed_since_the_last_and_the_bar_goes_to_the_end(settings, tmp_path):
@@ -173,7 +182,35 @@ def test_the_best_model_is_the_one_with_the_best_number(settings, tmp_path):
         assert all(saved[key].equal(exported[key]) for key in saved), name
 
 
-@pytest.mark.skipif(not hasattr(sys.modules[SCRIPT], "export"), reason="Accelerate itself exports")
+def test_without_a_number_to_judge_by_the_last_model_is_the_best(settings, tmp_path):
+    world = run(2, settings | {"output_dir": str(tmp_path / "run")}, patches=["spies:no_number"])
+    assert facts(tmp_path / "run")["results"]["best_step"] is None
+    assert same_weights(tmp_path / "run" / "best", tmp_path / "run" / "final")
+    if hasattr(MODULE, "export"):
+        assert world.output(0).count("the last model is taken as the best") == 1
+
+
+@has_test_split
+def test_it_runs_without_a_test_split(settings, tmp_path):
+    run(1, settings | {"output_dir": str(tmp_path / "run")}, patches=["spies:without_test_split"])
+    assert "best_step" in facts(tmp_path / "run")["results"]
+    assert not lines(tmp_path / "run", "test_loss")
+
+
+@has_test_split
+def test_a_test_split_without_labels_gets_predictions_from_one_process(settings, unbroken, tmp_path):
+    rows = facts(unbroken)["data"]["rows"]
+    environment = {"SPY": str(tmp_path / "writers"), "NUM_SAMPLES": str(rows["test"])}
+    assert rows["test"] != rows["validation"]
+    here = settings | {"output_dir": str(tmp_path / "run")}
+    world = run(2, here, patches=["spies:hide_test_labels"], environment=environment)
+    assert (tmp_path / "writers.txt").read_text() == "0"
+    assert len((tmp_path / "run" / "predictions.csv").read_text("utf-8").splitlines()) == 1 + rows["test"]
+    assert world.output(0).count("has no labels: predictions are in") == 1
+    assert not lines(tmp_path / "run", "test_loss"), "nothing was measured"
+
+
+@pytest.mark.skipif(not hasattr(MODULE, "export"), reason="Accelerate itself exports")
 def test_one_process_exports(settings, tmp_path):
     here = settings | {"output_dir": str(tmp_path / "run")}
     run(2, here, patches=["spies:note_exports"], environment={"SPY": str(tmp_path / "exports")})
@@ -213,18 +250,30 @@ def test_killed_it_goes_on_exactly(fault, call, settings, unbroken, tmp_path):
 def test_after_a_signal_it_saves_and_goes_on_exactly(fault, settings, unbroken, tmp_path):
     output_dir = tmp_path / "run"
     here = settings | {"output_dir": str(output_dir)}
-    world = start(2, here, fault, call=1, rank=1)
+    world = start(2, here, fault, patches=["spies:slow_disk"], call=1, rank=1)
     if fault == "slow_steps":
         world.wait_for(lambda: (output_dir / "metrics.jsonl").exists() and lines(output_dir))
         world.signal(signal.SIGTERM, rank=1)
+    world.processes[1].join(30)  # when one process has left, the launcher ends the others: nothing may be undone
+    assert saved_steps(output_dir)[-1] == lines(output_dir, "loss")[-1]["step"]
     assert world.wait(30) == [75, 75], world.output()
     assert (facts(output_dir)["status"], facts(output_dir)["cause"]) == ("stopped", "signal SIGTERM")
-    last = lines(output_dir, "loss")[-1]["step"]
-    assert last < 10, "the signal came too late to prove anything"
-    assert saved_steps(output_dir)[-1] == last
+    assert lines(output_dir, "loss")[-1]["step"] < 10, "the signal came too late to prove anything"
     assert not (output_dir / "final").exists(), "it has not come to its end"
     run(2, here)
     assert_same(output_dir, unbroken)
+
+
+@has_test_split
+def test_after_a_signal_while_the_test_is_scored_it_scores_it_whole(settings, unbroken, tmp_path):
+    here = settings | {"output_dir": str(tmp_path / "run")}
+    batches_before = 4 * 2  # four evaluations of two batches on each process
+    world = start(2, here, "signal_in_evaluation", call=batches_before + 1)
+    assert world.wait() == [75, 75], world.output()
+    assert saved_steps(tmp_path / "run")[-1] == 10
+    assert not lines(tmp_path / "run", "test_loss"), "half a test is no number"
+    run(2, here)
+    assert_same(tmp_path / "run", unbroken)
 
 
 def test_a_finished_run_stays_as_it_is_and_another_one_is_refused(settings, unbroken):
@@ -257,7 +306,7 @@ def test_the_learning_rate_waits_for_a_step_that_fp16_skipped(settings, unbroken
     assert rates == pytest.approx([*usual[:2], usual[1], *usual[2:-1]])
 
 
-@pytest.mark.skipif("skip_nonfinite_steps" not in OPTIONS, reason="the script does not offer to skip steps")
+@needs("skip_nonfinite_steps")
 def test_a_step_that_is_not_finite_is_skipped_on_all_processes(settings, tmp_path):
     here = settings | {"output_dir": str(tmp_path / "run"), "skip_nonfinite_steps": 1}
     world = start(2, here, "not_finite_loss", call=5, rank=1)
@@ -267,7 +316,7 @@ def test_a_step_that_is_not_finite_is_skipped_on_all_processes(settings, tmp_pat
     assert [row["step"] for row in lines(tmp_path / "run", "loss")] == list(range(1, 11))
 
 
-@pytest.mark.skipif("early_stopping_patience" not in OPTIONS, reason="the script does not offer to stop early")
+@needs("early_stopping_patience")
 def test_it_stops_when_nothing_gets_better(settings, tmp_path):
     here = settings | {
         "output_dir": str(tmp_path / "run"),
@@ -277,6 +326,43 @@ def test_it_stops_when_nothing_gets_better(settings, tmp_path):
     run(1, here, patches=["spies:worse_each_time"])
     assert [row["step"] for row in lines(tmp_path / "run", "eval_loss")] == [3, 6, 9]
     assert saved_steps(tmp_path / "run") == [3, 9]
+
+
+# --------------------------------------------------------------------------------------------- what not all can do
+
+
+@needs("freeze_backbone")
+def test_a_frozen_backbone_does_not_move_nor_do_its_statistics(settings, tmp_path):
+    here = {"freeze_backbone": True, "model_name_or_path": "test_resnet", "output_dir": str(tmp_path / "run")}
+    run(2, settings | here)
+    _, fresh = MODULE.build_model(MODULE.Settings(**settings | here), 3)
+    before, after = fresh.state_dict(), worlds.weights(tmp_path / "run" / "final")
+    assert any(name.endswith("running_mean") for name in before)
+    assert {name for name in before if not before[name].equal(after[name])} == {"fc.weight", "fc.bias"}
+
+
+@needs("ema_decay")
+def test_the_average_is_the_average_and_is_exported_where_it_is_asked_for(settings, tmp_path):
+    from safetensors.torch import load_file
+
+    here = {"ema_decay": 0.45, "metric_for_best_model": "ema_loss", "max_train_steps": 3, "eval_steps": 1}
+    here |= {"checkpointing_steps": 1, "checkpoints_total_limit": None, "output_dir": str(tmp_path / "run")}
+    run(1, settings | here, patches=["spies:worse_each_time"])
+    folders = [tmp_path / "run" / "checkpoints" / f"step_{step:08d}" for step in (1, 2, 3)]
+    raw = [load_file(folder / "model.safetensors") for folder in folders]
+    average = [load_file(folder / "ema.safetensors") for folder in folders]
+    best, final = (worlds.weights(tmp_path / "run" / name) for name in ("best", "final"))
+    assert average[0].keys() == raw[0].keys() == best.keys()
+    for name, value in average[0].items():
+        assert value.equal(raw[0][name]), name
+        for step in (2, 3):
+            decay = min(0.45, 1 - step ** (-2 / 3))
+            before, now = average[step - 2][name], raw[step - 1][name]
+            expected = decay * before + (1 - decay) * now if value.is_floating_point() else now
+            assert average[step - 1][name].allclose(expected, rtol=1e-5, atol=1e-7), (name, step)
+        assert best[name].equal(average[0][name]), name
+        assert final[name].equal(average[2][name]), name
+    assert any(not final[name].equal(raw[2][name]) for name in final)
 
 
 searches = pytest.mark.skipif(
