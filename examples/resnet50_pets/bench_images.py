@@ -3,9 +3,9 @@
     PYTHONPATH=templates python examples/resnet50_pets/bench_images.py --json outputs/bench_images.json
 
 `plain` is what people copy (Pillow, torchvision's v1 transforms, floats); `jpeg` is this template from the same files;
-`cache` is this template from `cache_images`. `decode` reads and decodes the files as `jpeg` does, and no more: no pipeline
-that decodes whole photos can be quicker. They take turns in one run, in the same thread, over the same images, each
-with its own random crops of scale 0.08 to 1. CPU time is counted, so that other programs disturb less.
+`cache` is this template from `cache_images`. `decode` reads and decodes the files as `jpeg` does, and no more: no
+pipeline that decodes whole photos can be quicker. They take turns in one run, in the same thread, over the same images,
+each with its own random crops of scale 0.08 to 1. CPU time is counted, so that other programs disturb less.
 The files are pets/originals below TEMPLATES_DATA; without it, JPEGs of similar size are made, and the table says so.
 """
 
