@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from test_images import make_pets, photo, spoil, write_classes, write_every_mode
 
 import worlds
 from conftest import REPOSITORY, TEMPLATES
@@ -20,6 +19,8 @@ from image_classification import HOW_TO_LOAD, Settings, build_model, build_optim
 from kit.batches import StepSampler
 from kit.images import BatchTransform, ImageDataset
 from kit.settings import numbers_in_force
+from made_image_classification import settings_for
+from test_images import make_pets, photo, spoil, write_classes, write_every_mode
 from worlds import World, largest_difference, lines, numbers, same_weights, weights
 
 TEMPLATE = "image_classification"
@@ -30,32 +31,19 @@ def run(num_processes: int, settings: dict, expected: int = 0, **options) -> Wor
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory) -> dict:
-    """A run that takes a second: 37 images, steps of 8, micro-batches of 3; a small network with BatchNorm."""
+def still(tmp_path_factory) -> dict:
+    """A run that takes a second, on 37 images. Without BatchNorm and dropout, a step may be split in any way."""
     data = tmp_path_factory.mktemp("image data")  # a path with a space
     write_classes(data / "train", {"ant": 13, "bee": 12, "cat": 12})
     write_classes(data / "validation", {"ant": 5, "bee": 4, "cat": 4}, seed=1)
     write_classes(data / "test", {"ant": 4, "bee": 4, "cat": 3}, seed=2)
-    return {
-        "data_dir": str(data),
-        "model_name_or_path": "test_resnet",
-        "pretrained": False,
-        "image_size": 32,
-        "global_batch_size": 8,
-        "micro_batch_size": 3,
-        "eval_batch_size": 4,
-        "learning_rate": 1e-3,
-        "num_train_epochs": 2,
-        "logging_steps": 1,
-        "num_workers": 0,
-        "ddp_timeout": 30.0,
-    }
+    return settings_for(data)
 
 
 @pytest.fixture(scope="module")
-def still(settings) -> dict:
-    """Without BatchNorm and dropout, a step may be split in any way."""
-    return settings | {"model_name_or_path": "test_convnext"}
+def settings(still) -> dict:
+    """The same with BatchNorm."""
+    return still | {"model_name_or_path": "test_resnet"}
 
 
 @pytest.fixture(scope="module")

@@ -21,11 +21,11 @@ from pathlib import Path
 import problem  # isort: skip (before torch: it sets how threads wait)
 import torch
 import torch.distributed as dist
-from model_parallel import Stages
 from torch import Tensor, nn
 
 from cost_model import Machine, model_of, pipeline_idle, predict
 from data_parallel import parallel_apply
+from model_parallel import Stages
 from pictures import MEMORY, write_pictures, write_report
 from pipeline_parallel import gpipe, torch_schedule
 from processes import UserError, World, launch, read_settings
