@@ -125,6 +125,13 @@ def test_drawing_a_sample_leaves_the_generators_as_they_were():
     assert seed_for(0, 1) != seed_for(1, 0)
 
 
+@pytest.mark.parametrize("asked", ["true", "false"])
+def test_memory_is_pinned_for_an_accelerator_only(asked, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", asked)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert build_loader(Drawing(), sampler(20, 4, 2, 1), None, 0, seed=1).pin_memory == (asked == "false")
+
+
 # -- a loss that divides by tokens ----------------------------------------------------------------------------------
 
 
