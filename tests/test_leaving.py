@@ -8,6 +8,7 @@ import time
 import psutil
 import pytest
 
+from kit.stopping import SIGNALS, catch_signals, is_launcher
 from worlds import World, lines, numbers, run, same_weights
 
 
@@ -134,6 +135,33 @@ def test_a_signal_in_data_preparation_ends_it_at_once(num_processes, tiny_settin
     time.sleep(3)
     world.signal(signal.SIGTERM)
     assert world.wait(15) == [75] * num_processes, world.output()
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("python3 /opt/venv/bin/accelerate launch train.py", True),
+        ("/opt/venv/bin/python3 -m accelerate.commands.launch train.py", True),
+        ("python /opt/venv/bin/torchrun train.py", True),
+        ("python templates/launch.py --config_file cpu.yaml", True),
+        ("bash /home/me/accelerate-templates/start.sh", False),
+        ("/home/me/accelerate-templates/.venv/bin/python sweep.py", False),
+    ],
+)
+def test_only_a_launcher_takes_its_script_with_it(command, expected):
+    assert is_launcher([word.encode() for word in command.split()]) == expected
+
+
+def test_under_nohup_a_closed_terminal_stays_without_effect():
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        catch_signals()
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) not in (before[signal.SIGTERM], signal.SIG_DFL)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_no_worker_outlives_a_killed_process(tiny_settings, tmp_path):

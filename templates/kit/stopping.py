@@ -41,7 +41,14 @@ def _is_child_of_a_launcher() -> bool:
             words = file.read().split(b"\0")
     except OSError:
         return False
-    return any(b"accelerate" in word or b"torchrun" in word or word.endswith(b"launch.py") for word in words[:3])
+    return is_launcher(words)
+
+
+def is_launcher(command: list[bytes]) -> bool:
+    """Return whether a command line starts training processes; a folder that is called accelerate does not make one."""
+    commands = (b"accelerate", b"accelerate-launch", b"torchrun", b"launch.py")
+    modules = (b"accelerate.commands.launch", b"accelerate.commands.accelerate_cli", b"torch.distributed.run")
+    return any(word.rsplit(b"/", 1)[-1] in commands or word in modules for word in command[:3])
 
 
 def _on_signal(number, frame) -> None:
