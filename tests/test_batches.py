@@ -125,11 +125,17 @@ def test_drawing_a_sample_leaves_the_generators_as_they_were():
     assert seed_for(0, 1) != seed_for(1, 0)
 
 
-@pytest.mark.parametrize("asked", ["true", "false"])
-def test_memory_is_pinned_for_an_accelerator_only(asked, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_CPU", asked)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    assert build_loader(Drawing(), sampler(20, 4, 2, 1), None, 0, seed=1).pin_memory == (asked == "false")
+@pytest.mark.parametrize(
+    ("device", "asks_for_cpu", "expected"),
+    [("cuda", "false", True), ("xpu", "false", True), ("mps", "false", False), (None, "false", False)]
+    + [("cuda", "true", False)],
+)
+def test_memory_is_pinned_where_a_device_gains_by_it(device, asks_for_cpu, expected, monkeypatch):  # report 86
+    monkeypatch.setenv("ACCELERATE_USE_CPU", asks_for_cpu)
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available: device and torch.device(device)
+    )
+    assert build_loader(Drawing(), sampler(20, 4, 2, 1), None, 0, seed=1).pin_memory == expected
 
 
 # -- a loss that divides by tokens ----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from kit.stopping import begin_worker
-from kit.world import is_on_cpu
+from kit.world import pins_memory
 
 POOL_STEPS = 64  # like lengths are put together inside shuffled pools of this many steps
 
@@ -74,7 +74,7 @@ def build_loader(dataset, sampler: Sampler, collate, num_workers: int, seed: int
         num_workers=num_workers,
         persistent_workers=num_workers > 0,
         worker_init_fn=begin_worker,
-        pin_memory=not is_on_cpu(),  # pinning would open a context on a GPU that the run leaves alone
+        pin_memory=pins_memory(),
         # A loader draws a number when it starts: from the global generator that would move the dropout of that step.
         generator=torch.Generator(),
     )

@@ -25,6 +25,13 @@ def is_on_cpu() -> bool:
     return asks_for_cpu() or not torch.accelerator.is_available()
 
 
+def pins_memory() -> bool:
+    """Return whether batches should lie in pinned memory: not for a CPU (it would open a context on a GPU that the run
+    leaves alone), and not for Apple's devices, which have none."""
+    device = None if asks_for_cpu() else torch.accelerator.current_accelerator(check_available=True)
+    return device is not None and device.type != "mps"
+
+
 def check_precision(mixed_precision: str | None) -> None:
     """Refuse fp16 where nothing computes it: on the CPU Accelerate would quietly train in fp32."""
     if requested_precision(mixed_precision) == "fp16" and is_on_cpu():
