@@ -197,6 +197,13 @@ def describe_labels(label_names: tuple[str, ...]) -> str:
     return f"labels {', '.join(label_names[:20])}{', ...' if len(label_names) > 20 else ''}; {f1}"
 
 
+def train_transforms(settings: Settings) -> dict:
+    """Return what happens to training images: how much is taken, and what then to its uint8 [3, size, size]."""
+    from torchvision.transforms import v2
+
+    return {"crop_scale": (settings.crop_scale, 1.0), "augment": v2.Compose([v2.RandomHorizontalFlip()])}
+
+
 def build_datasets(settings: Settings, splits: ImageSplits, preprocessing: dict) -> list[ImageDataset | None]:
     """Return train, validation and test (None where there is none) as images of the size that the model sees."""
     from huggingface_hub.constants import HF_HOME
@@ -204,14 +211,12 @@ def build_datasets(settings: Settings, splits: ImageSplits, preprocessing: dict)
     cache = None
     if settings.cache_images:
         cache = open_cache(splits, str(Path(HF_HOME) / "image_caches"), settings.image_size, IMAGE_CACHE_GB)
-    common = {"tables": splits.tables, "cache": cache, "interpolation": preprocessing["interpolation"]}
-    common |= {
-        "image_size": settings.image_size,
-        "crop_pct": preprocessing["crop_pct"],
-        "scale": (settings.crop_scale, 1.0),
-    }
+    common = {"image_size": settings.image_size, "crop_pct": preprocessing["crop_pct"], "cache": cache}
+    common |= {"interpolation": preprocessing["interpolation"], "tables": splits.tables}
     return [
-        ImageDataset(items, training=items is splits.train, **common) if items else None
+        ImageDataset(items, **common, **(train_transforms(settings) if items is splits.train else {}))
+        if items
+        else None
         for items in (splits.train, splits.validation, splits.test)
     ]
 

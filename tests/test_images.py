@@ -20,6 +20,7 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 from torch.utils.data import DataLoader
+from torchvision.transforms import v2
 
 from kit import image_cache, images
 from kit.batches import Sample, WeightedSamples
@@ -29,6 +30,7 @@ from kit.images import Box, EncodedImage, ImageDataset, centre_box, decode, rand
 from kit.settings import UserError
 
 ROOT = Path(__file__).parent.parent
+TRAINING = {"crop_scale": (0.08, 1.0), "augment": v2.Compose([v2.RandomHorizontalFlip()])}
 PETS = Path(os.environ["TEMPLATES_DATA"], "pets") if "TEMPLATES_DATA" in os.environ else None
 needs_pets = pytest.mark.skipif(PETS is None, reason="TEMPLATES_DATA is not set: no real pets here")
 
@@ -130,7 +132,7 @@ def test_an_epoch_over_every_mode_has_one_shape(tmp_path):  # report 26
     write_every_mode(tmp_path)
     splits = find_images(data_dir=str(tmp_path), validation_fraction=0.4)
     assert len(splits.train) + len(splits.validation) == 13
-    dataset = ImageDataset(sorted(splits), 32, training=True)
+    dataset = ImageDataset(sorted(splits), 32, **TRAINING)
     batch = next(iter(DataLoader(dataset, batch_size=13)))
     assert batch["image"].shape == (13, 3, 32, 32) and batch["image"].dtype == torch.uint8
     assert batch["label"].dtype == torch.int64
@@ -177,10 +179,10 @@ def test_a_turned_photo_is_cropped_upright(tmp_path):
     ):
         image.save(tmp_path / name, quality=100, subsampling=0, **options)
     items = [images.ImageItem(name, 0, str(tmp_path / name)) for name in ("turned_1.jpg", "b_1.jpg")]
-    for training in (False, True):
+    for training in ({}, TRAINING):
         both = []
         for item in items:  # index 0 twice, so that both get the same crop
-            both.append(seen(ImageDataset([item], 64, training=training), 0, epoch=3)["image"].int())
+            both.append(seen(ImageDataset([item], 64, **training), 0, epoch=3)["image"].int())
         assert (both[0] - both[1]).abs().float().mean() < 1.5
 
 
@@ -264,10 +266,10 @@ def test_one_pixel_sides_and_panoramas_can_be_used(tmp_path, size):
     photo(*size).save(tmp_path / "a_1.png")
     photo(*size).save(tmp_path / "a_2.jpg")
     items = [images.ImageItem(name, 0, str(tmp_path / name)) for name in ("a_1.png", "a_2.jpg")]
-    for training in (False, True):
+    for training in ({}, TRAINING):
         for index in (0, 1):
             for epoch in range(3):
-                sample = seen(ImageDataset(items, 48, training=training), index, epoch)
+                sample = seen(ImageDataset(items, 48, **training), index, epoch)
                 assert sample["image"].shape == (3, 48, 48)
 
 
@@ -280,7 +282,7 @@ def test_a_box_of_less_than_a_pixel_of_a_smaller_copy_is_one_pixel():
 
 def test_augmentation_depends_on_seed_epoch_and_sample_alone(tmp_path):  # report 33
     splits = find_images(data_dir=str(make_pets(tmp_path, count=8)))
-    dataset = WeightedSamples(ImageDataset(splits.train, 24, training=True), seed=5)
+    dataset = WeightedSamples(ImageDataset(splits.train, 24, **TRAINING), seed=5)
     plan = [[Sample(i, epoch, 1.0) for i in range(start, start + 7)] for epoch in (0, 1) for start in (0, 7)]
 
     def pictures(plan, num_workers: int, dataset=dataset) -> dict:
@@ -297,7 +299,7 @@ def test_augmentation_depends_on_seed_epoch_and_sample_alone(tmp_path):  # repor
     alone = pictures(plan, 0)
     assert len(alone) == 28 == len(set(alone.values())), "two samples or epochs look the same"
     assert pictures(plan, 2) == alone
-    one_file = WeightedSamples(ImageDataset(splits.train[:1] * 14, 24, training=True), seed=5)
+    one_file = WeightedSamples(ImageDataset(splits.train[:1] * 14, 24, **TRAINING), seed=5)
     assert len(set(pictures(plan, 0, one_file).values())) == 28, "samples share their crops"
     assert pictures(plan[::-1], 1) == alone, "the place in the order matters"
     assert pictures(plan, 0, WeightedSamples(dataset.dataset, seed=6)) != alone
@@ -318,9 +320,8 @@ def test_random_crops_have_the_areas_and_aspects_asked_for():
 
 def test_half_of_the_pictures_are_mirrored(tmp_path):
     photo().save(tmp_path / "a_1.png")
-    dataset = ImageDataset(
-        [images.ImageItem("a", 0, str(tmp_path / "a_1.png"))], 40, True, scale=(1, 1), ratio=(1.5, 1.5)
-    )
+    item = images.ImageItem("a", 0, str(tmp_path / "a_1.png"))
+    dataset = ImageDataset([item], 40, crop_scale=(1, 1), augment=TRAINING["augment"])  # always the same crop
     plain = seen(dataset)["image"]
     images_seen = [seen(dataset, 0, epoch)["image"] for epoch in range(200)]
     same = sum(torch.equal(image, plain) for image in images_seen)
@@ -331,7 +332,7 @@ def test_half_of_the_pictures_are_mirrored(tmp_path):
 def test_the_dataset_works_in_spawned_workers(tmp_path):  # report 52
     splits = find_images(data_dir=str(make_pets(tmp_path / "data")))
     cache = open_cache(splits, str(tmp_path / "cache"), 24, max_gb=1)
-    dataset = WeightedSamples(ImageDataset(splits.train, 24, training=True, cache=cache), seed=0)
+    dataset = WeightedSamples(ImageDataset(splits.train, 24, **TRAINING, cache=cache), seed=0)
     pickle.loads(pickle.dumps((splits, dataset)))
     assert len(pickle.dumps(cache)) < 500, "the pixels travel with the pickle"
     plan = [[Sample(0, 0, 1.0), Sample(1, 0, 0.0)]]
@@ -581,7 +582,7 @@ def spoil(data: Path) -> list[str]:
 def test_a_bad_file_stops_training_with_its_path(tmp_path, num_workers):  # report 27
     bad = spoil(make_pets(tmp_path))
     items = [item for item in find_images(data_dir=str(tmp_path)) if item.name in bad]
-    batches = iter(DataLoader(ImageDataset(items, 16, training=True), batch_size=1, num_workers=num_workers))
+    batches = iter(DataLoader(ImageDataset(items, 16, **TRAINING), batch_size=1, num_workers=num_workers))
     for item in items:
         with pytest.raises(UserError, match=str(tmp_path / item.name)):
             next(batches)
@@ -691,8 +692,8 @@ def test_the_cache_shows_the_same_crops(tmp_path):
         cache = open_cache(splits, str(tmp_path / "cache"), size, max_gb=1)
         assert min(cache["a_0.jpg"].kept.shape[:2]) == min(400, size * 3 // 2)
         assert (cache["a_0.jpg"].height, cache["a_0.jpg"].width) == (400, 500)
-        for training in (False, True):
-            plain, cached = (ImageDataset(items, size, training=training, cache=kept) for kept in (None, cache))
+        for training in ({}, TRAINING):
+            plain, cached = (ImageDataset(items, size, **training, cache=kept) for kept in (None, cache))
             for index in range(len(items)):
                 one, other = (seen(dataset, index, epoch=1)["image"].int() for dataset in (plain, cached))
                 assert (one - other).abs().float().mean() <= tolerance
@@ -850,7 +851,7 @@ def test_the_odd_files_of_the_real_pets_are_used(tmp_path):
         "Abyssinian_34.jpg": "GIF named .jpg, mode P",
         "Abyssinian_5.jpg": "PNG named .jpg, mode RGBA",
     }
-    dataset = ImageDataset(sorted(splits), 32, training=True)
+    dataset = ImageDataset(sorted(splits), 32, **TRAINING)
     assert all(dataset[i]["image"].shape == (3, 32, 32) for i in range(len(dataset)))
 
 

@@ -26,6 +26,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision import transforms
+from torchvision.transforms import v2
 
 from kit.batches import Sample, WeightedSamples
 from kit.image_cache import open_cache
@@ -121,11 +122,12 @@ def main() -> None:
 
             return batches
 
+        flip = v2.Compose([v2.RandomHorizontalFlip()])
         loaders = {
             "plain": lambda epoch: DataLoader(PlainDataset(items), batch_size=BATCH),
             "decode": ours(DecodedOnly(items)),
-            "jpeg": ours(ImageDataset(items, SIZE, training=True)),
-            "cache": ours(ImageDataset(items, SIZE, training=True, cache=cache)),
+            "jpeg": ours(ImageDataset(items, SIZE, (0.08, 1), flip)),
+            "cache": ours(ImageDataset(items, SIZE, (0.08, 1), flip, cache=cache)),
         }
         speeds = measure(loaders, len(items), arguments.rounds)
         kilobytes = statistics.mean(Path(item.place).stat().st_size for item in items) / 1000

@@ -9,6 +9,7 @@ Cropping and resizing uint8 in torch also equals Pillow's bit for bit, in 0.35 o
 import io
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -148,10 +149,10 @@ class Box(NamedTuple):
     width: int
 
 
-def random_box(height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float]) -> Box:
+def random_box(height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float] = (3 / 4, 4 / 3)) -> Box:
     """Return a random part of the area (`scale`) and aspect (`ratio`, log-uniform): torchvision's RandomResizedCrop.
 
-    Drawn from Python's global generator.
+    Drawn from Python's global generator: torchvision's draws, from PyTorch's, are a fifth of an image from the cache.
     """
     for _ in range(10):
         area = height * width * (scale[0] + (scale[1] - scale[0]) * random.random())
@@ -188,15 +189,15 @@ def resized_crop(
 class ImageDataset(Dataset):
     """Images as uint8 [3, image_size, image_size] in RGB, a quarter of the bytes of floats; the device normalises them.
 
-    With `training`, crop and flip are drawn from Python's global generator, which `kit.batches.build_loader` seeds from
-    (seed, epoch, sample). Otherwise the centre is taken. Picklable.
+    With `crop_scale`, the least and greatest share of the area, a random part is taken, chosen before anything is
+    decoded; without, the centre. `augment` then changes the pixels: any transforms of torchvision v2. Both draw from
+    the global generators, which `kit.batches.build_loader` seeds from (seed, epoch, sample). Picklable.
     """
 
     items: list[ImageItem]
     image_size: int
-    training: bool = False
-    scale: tuple[float, float] = (0.08, 1.0)
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    crop_scale: tuple[float, float] | None = None
+    augment: Callable[[torch.Tensor], torch.Tensor] | None = None
     crop_pct: float = 0.875
     interpolation: str = "bilinear"
     tables: dict = field(default_factory=dict)
@@ -209,16 +210,14 @@ class ImageDataset(Dataset):
         item, size = self.items[index], self.image_size
         cached = self.cache and self.cache[item.name]
         image = cached or EncodedImage(read_image(item, self.tables), item.where)
-        if self.training:
-            box = random_box(image.height, image.width, self.scale, self.ratio)
-            flip = random.random() < 0.5
+        if self.crop_scale is None:
+            box = centre_box(image.height, image.width, self.crop_pct)
         else:
-            box, flip = centre_box(image.height, image.width, self.crop_pct), False
+            box = random_box(image.height, image.width, self.crop_scale)
         # decode at 1/2, 1/4 or 1/8 where the crop still has as many pixels as are wanted
         shrink = next(part for part in (8, 4, 2, 1) if part == 1 or min(box.height, box.width) >= size * part)
         pixels = resized_crop(image.pixels(shrink), (image.height, image.width), box, size, self.interpolation)
-        pixels = pixels.flip(-1) if flip else pixels
-        return {"image": pixels, "label": item.label}
+        return {"image": pixels if self.augment is None else self.augment(pixels), "label": item.label}
 
 
 class BatchTransform:
