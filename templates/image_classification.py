@@ -63,6 +63,10 @@ class Settings:
     """oxford-iiit-pet (in data_dir, downloaded if need be), or a data set of the hub."""
     dataset_config_name: str | None = None
     """Its configuration, where it has several."""
+    image_column: str | None = None
+    """Of a data set of the hub. Unset: the only column of images."""
+    label_column: str | None = None
+    """Of a data set of the hub. Unset: the only column of classes."""
     validation_fraction: OpenUnitInterval = 0.1
     """Share of the training data that becomes the validation split where there is none; stratified, by seed."""
     image_size: PositiveInt = 224
@@ -186,6 +190,8 @@ def load_data(settings: Settings) -> ImageSplits:
         data_dir=settings.data_dir,
         dataset_name=settings.dataset_name,
         dataset_config_name=settings.dataset_config_name,
+        image_column=settings.image_column,
+        label_column=settings.label_column,
         validation_fraction=settings.validation_fraction,
         seed=settings.seed,
     )

@@ -25,7 +25,7 @@ from torchvision.transforms import v2
 from kit import image_cache, images
 from kit.batches import Sample, WeightedSamples
 from kit.image_cache import open_cache
-from kit.image_sources import class_from_name, find_images, leave_out, scan
+from kit.image_sources import check_images, class_from_name, find_images, leave_out, scan
 from kit.images import Box, EncodedImage, ImageDataset, centre_box, decode, random_box, resized_crop
 from kit.settings import UserError
 
@@ -560,11 +560,52 @@ def test_a_hub_dataset_keeps_the_bytes_and_the_classes_as_they_are(tmp_path, mon
     dataset = ImageDataset(splits.train, 16, tables=splits.tables)
     assert pickle.loads(pickle.dumps(dataset))[0]["image"].shape == (3, 16, 16)
     assert not scan(splits).bad and scan(splits).num_images == 8
+    # the usual names; hidden labels of a test get predictions; of two columns of classes one has to be named
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["zebra", "ant"])})
+    rows = {"image": rows["photo"], "label": rows["kind"]}
+    (tmp_path / "usual").mkdir()
+    datasets.Dataset.from_dict(rows, features).to_parquet(tmp_path / "usual" / "train.parquet")
+    hidden = {"image": rows["image"][:3], "label": [-1] * 3}
+    datasets.Dataset.from_dict(hidden, features).to_parquet(tmp_path / "usual" / "test.parquet")
+    splits = find_images(dataset_name=str(tmp_path / "usual"))
+    assert [item.label for item in splits.test] == [-1] * 3
+    assert {splits.read(item) for item in splits} == set(stored)
+    (tmp_path / "two").mkdir()
+    both = datasets.Features({**features, "cat": features["label"]})
+    datasets.Dataset.from_dict({**rows, "cat": [1, 0] * 4}, both).to_parquet(tmp_path / "two" / "train.parquet")
+    with pytest.raises(UserError, match="give --label_column; columns there: image, label, cat"):
+        find_images(dataset_name=str(tmp_path / "two"))
+    named = find_images(dataset_name=str(tmp_path / "two"), label_column="cat")
+    assert [item.label for item in sorted(named) if item.name == "train/00000000"] == [1]
     with pytest.raises(UserError, match="no column 'image' or 'kind' among photo, kind"):
         find_images(dataset_name=str(tmp_path / "hub"), image_column="image")
     with pytest.raises(UserError, match=r"cannot load 'nobody/nothing'.*Ways on") as caught:
         find_images(dataset_name="nobody/nothing")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there a name may be any bytes")
+def test_names_that_are_not_utf8_are_used_and_written_out(tmp_path):
+    make_pets(tmp_path / "train", count=3)
+    (tmp_path / "test").mkdir()
+    for number, name in enumerate((b"train/caf\xe9_77.jpg", b"train/caf\xe9_78.jpg", b"test/caf\xe9.jpg")):
+        (tmp_path / os.fsdecode(name)).write_bytes(jpeg_bytes(photo(seed=number)))
+    splits = find_images(data_dir=str(tmp_path))
+    assert splits.label_names == ("Abyssinian", "caf%e9", "great_pyrenees")
+    assert [(item.name, item.label) for item in splits.test] == [("test/caf%e9.jpg", -1)]
+    assert not scan(splits).bad
+    assert not check_images(splits, tmp_path / "scans", False).notes[1:]
+
+
+def test_a_test_of_names_without_a_class_of_the_training_is_unlabelled(tmp_path):
+    make_pets(tmp_path / "train", count=3)
+    (tmp_path / "test").mkdir()
+    for number in range(2):
+        photo(seed=number).save(tmp_path / "test" / f"IMG_{number:04}.jpg")
+    assert [item.label for item in find_images(data_dir=str(tmp_path)).test] == [-1, -1]
+    photo(seed=7).save(tmp_path / "test" / "Abyssinian_7.jpg")
+    with pytest.raises(UserError, match="test has classes that train has not: IMG"):
+        find_images(data_dir=str(tmp_path))
 
 
 # ----------------------------------------------------------------------------------------------- files that are broken

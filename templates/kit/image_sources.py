@@ -121,7 +121,7 @@ def carve(items: list[ImageItem], fraction: float, seed: int) -> tuple[list[Imag
     """
     ranked: dict[int, list] = {}
     for item in items:
-        rank = hashlib.sha256(f"{seed}/{item.name}".encode("utf-8", "surrogateescape")).digest()
+        rank = hashlib.sha256(f"{seed}/{item.name}".encode()).digest()
         ranked.setdefault(item.label, []).append((rank, item.name))
     chosen = set()
     for ranks in ranked.values():
@@ -138,7 +138,7 @@ def check_images(splits: ImageSplits, folder: Path, skip_bad_images: bool) -> Im
     """
     items = list(splits)
     marks = [(item.name, *_mark(item, splits.tables)) for item in items]
-    digest = hashlib.sha256(repr(marks).encode("utf-8", "surrogateescape")).hexdigest()
+    digest = hashlib.sha256(repr(marks).encode()).hexdigest()
     path = folder / f"scan-{digest[:32]}.json"
     if path.exists():
         bad = json.loads(path.read_text("utf-8"))
@@ -196,9 +196,7 @@ def _checked(splits: ImageSplits) -> ImageSplits:
     lines = {
         split: "".join(f"{item.name}\t{label_names[item.label]}\n" for item in items) for split, items in parts.items()
     }
-    digests = {
-        split: hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest() for split, text in lines.items()
-    }
+    digests = {split: hashlib.sha256(text.encode()).hexdigest() for split, text in lines.items()}
     sizes = {split: len(items) for split, items in parts.items()}
     return replace(splits, source={**splits.source, "rows": sizes, "sha256": digests})
 
@@ -227,8 +225,10 @@ def _walk(root: Path) -> tuple[dict[str, str], Counter]:
             elif path.is_symlink() and not path.resolve().is_relative_to(root):
                 ignored["links out of the folder"] += 1
             else:
-                # one spelling of accents: macOS hands them out decomposed
-                name = unicodedata.normalize("NFC", path.relative_to(root).as_posix())
+                # a name that is not UTF-8 (from an old archive) is written out, caf%e9; the path stays as it is
+                name = os.fsencode(path.relative_to(root).as_posix())
+                name = name.decode("utf-8", "backslashreplace").replace("\\x", "%")
+                name = unicodedata.normalize("NFC", name)  # one spelling of accents: macOS decomposes them
                 if name in files:
                     raise UserError(f"{path}: two files have this name, with accents spelt in two ways: rename one")
                 files[name] = str(path)
@@ -258,7 +258,9 @@ def _folder_splits(data_dir: str, files: dict[str, str], ignored: Counter) -> di
     found: dict[str, list] = {}
     rests = {name: name.split("/", 1) for name in files}
     of_test = [rest for top, rest in rests.values() if known[top] == "test"]
-    is_unlabelled = not any("/" in rest or class_from_name(rest) for rest in of_test)
+    of_train = {_class_of(data_dir, top, rest) for top, rest in rests.values() if known[top] == "train"}
+    # Names like IMG_0001.jpg hold no class, unless some image of the test has one of the training's.
+    is_unlabelled = not any("/" in rest or class_from_name(rest) in of_train for rest in of_test)
     for name, path in files.items():
         top, rest = rests[name]
         has_no_class = known[top] == "test" and is_unlabelled
@@ -337,14 +339,14 @@ def _hub_images(dataset_name: str, config: str | None, image_column: str | None,
     found, tables = {}, {}
     for split, data in splits.items():
         labels = list(data[label_column]) if label_column in data.column_names else [None] * len(data)
-        data = data.select_columns([image_column]).cast_column(image_column, datasets.Image(decode=False))
-        if split == "test" and all(label is None or label == -1 for label in labels):
-            continue  # hidden labels: there is nothing to score
-        if any(label is None or label == -1 for label in labels):
+        missing = [label is None or label == -1 for label in labels]
+        is_hidden = split == "test" and all(missing)
+        if any(missing) and not is_hidden:
             raise UserError(f"{dataset_name}: {split} has rows without a {label_column!r} (null or -1): take them out")
-        tables[split] = data.rename_column(image_column, "image")
+        data = data.select_columns([image_column]).cast_column(image_column, datasets.Image(decode=False))
+        tables[split] = data.rename_columns({image_column: "image"} if image_column != "image" else {})
         found[split] = [
-            (f"{split}/{row:08d}", names[label] if names else str(label), (split, row))
+            (f"{split}/{row:08d}", UNLABELLED if is_hidden else names[label] if names else str(label), (split, row))
             for row, label in enumerate(labels)
         ]
     if names is None:
@@ -355,7 +357,7 @@ def _hub_images(dataset_name: str, config: str | None, image_column: str | None,
 def _only_column(dataset_name: str, features: dict, option: str, kind: type) -> str:
     columns = [name for name, feature in features.items() if isinstance(feature, kind)]
     if len(columns) != 1:
-        raise UserError(f"{dataset_name}: which is the {option}? Columns there: {', '.join(features)}")
+        raise UserError(f"{dataset_name}: give --{option}; columns there: {', '.join(features)}")
     return columns[0]
 
 

@@ -96,6 +96,8 @@ class RunDirectory:
     # -- begin -------------------------------------------------------------------------------------------------------
 
     def __enter__(self):
+        if hasattr(sys.stdout, "reconfigure"):  # a name that the screen cannot show must not end a run
+            sys.stdout.reconfigure(errors="backslashreplace")
         on_main(self.accelerator, self._open)
         return self
 
