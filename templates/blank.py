@@ -19,10 +19,9 @@ from torch.utils.data import Dataset, default_collate
 from kit import checkpoints
 from kit.batches import EvaluationSampler, StepSampler, build_loader, seed_all
 from kit.evaluation import Progress, gather_in_order, is_due, note_evaluation
-from kit.runlog import RunDirectory
-from kit.runlog import check_run_directory as check
+from kit.runlog import RunDirectory, check_run_directory as check
 from kit.settings import exit_codes, parse_settings
-from kit.world import build_accelerator, describe_world
+from kit.world import build_accelerator, describe_world, share_buffers
 
 
 @dataclass
@@ -85,7 +84,7 @@ def build_optimizer(settings: Settings, model, total_steps: int):
 @torch.no_grad()
 def predict(accelerator, model, loader, num_samples: int, stop: Stopper) -> dict[str, torch.Tensor] | None:
     """Return `output` and `label` in the order of the data; None when all agreed to stop."""
-    model.eval()
+    share_buffers(accelerator, model.eval())
     parts = []
     for batch in loader:
         if stop.poll():
@@ -125,8 +124,8 @@ def main(settings: Settings) -> None:
         progress = Progress()
         if checkpoint := run.choose_checkpoint():
             checkpoints.restore(checkpoint, **state)
-            progress = Progress(**checkpoints.read_document(checkpoint, "progress"))
-        run.start_log(progress.step, total_steps, sampler.steps_per_epoch)
+            progress = run.read_progress(checkpoint)
+        run.start_log(progress, total_steps, sampler.steps_per_epoch)
         writer = checkpoints.CheckpointWriter(run.path / "checkpoints", total_limit=2)
         sampler.start_step = progress.step
         batches = iter(train_loader)
@@ -175,9 +174,10 @@ def main(settings: Settings) -> None:
             optimizer.zero_grad()
             progress.step = step
             run.advance(step)
+            is_logged = step % settings.logging_steps == 0 or step == total_steps
+            mean_loss = accelerator.reduce(loss_sum).item() / window.num_samples if is_logged else None  # waits
             num_samples, seconds = num_samples + window.num_samples, seconds + time.perf_counter() - began
-            if step % settings.logging_steps == 0 or step == total_steps:
-                mean_loss = accelerator.reduce(loss_sum).item() / window.num_samples
+            if is_logged:
                 numbers = {"loss": mean_loss, "learning_rate": schedule.get_last_lr()[0], "grad_norm": grad_norm.item()}
                 run.log(step, **numbers, samples_per_second=num_samples / seconds)
                 num_samples, seconds = 0, 0.0

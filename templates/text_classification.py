@@ -22,7 +22,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from accelerate.utils import recursively_apply, send_to_device
+from accelerate.utils import send_to_device
 from jsonargparse.typing import (
     ClosedUnitInterval,
     NonNegativeFloat,
@@ -39,7 +39,15 @@ from kit.memory import MemoryGuard, half_of, largest_that_fits
 from kit.runlog import RunDirectory, check_run_directory
 from kit.settings import UserError, exit_codes, one_line, parse_settings
 from kit.tables import TextSplits, check_text_sources, read_text_splits
-from kit.world import FirstOnNode, build_accelerator, check_precision, describe_world, on_main
+from kit.world import (
+    FirstOnNode,
+    average_gradients,
+    build_accelerator,
+    check_precision,
+    describe_world,
+    on_main,
+    share_buffers,
+)
 
 
 @dataclass
@@ -277,7 +285,7 @@ def weighted_loss(logits: torch.Tensor, label: torch.Tensor, weight: torch.Tenso
 @torch.no_grad()
 def predict(accelerator, model, loader, num_samples: int, stop: Stopper) -> dict[str, torch.Tensor] | None:
     """Return `logits` [n, classes] and `label` [n] in the order of the data; None when all agreed to stop."""
-    model.eval()
+    share_buffers(accelerator, model.eval())
     parts = []
     for batch in loader:
         if stop.poll():
@@ -325,18 +333,6 @@ def find_micro_batch_size(accelerator, model, loader, sampler: StepSampler, stop
     for buffer, before in buffers:
         buffer.copy_(before)
     return found
-
-
-def ran_out_of_memory(accelerator, model, batch: dict, guard: MemoryGuard, stop: Stopper) -> bool:
-    """Return whether memory ran out in this step on any process: then its gradient is worth nothing."""
-    if guard.ran_out_last and accelerator.num_processes > 1:
-        # The others wait in the exchange of gradients, which goes with the last pass: take part, with one sample.
-        one = recursively_apply(lambda value: value[:1], batch)
-        accelerator.backward(weighted_loss(forward(model, one), one["label"], one["weight"]))
-    ran_out = stop.on_any_process(guard.ran_out)
-    if ran_out:
-        guard.reset()  # it takes a while
-    return ran_out
 
 
 # ---------------------------------------------------------------------------------------------------------- main
@@ -413,8 +409,8 @@ def main(settings: Settings) -> None:
         progress = Progress()
         if checkpoint := run.choose_checkpoint():
             checkpoints.restore(checkpoint, **state)
-            progress = Progress(**checkpoints.read_document(checkpoint, "progress"))
-        run.start_log(progress.step, total_steps, sampler.steps_per_epoch)
+            progress = run.read_progress(checkpoint)
+        run.start_log(progress, total_steps, sampler.steps_per_epoch)
         writer = checkpoints.CheckpointWriter(run.path / "checkpoints", settings.checkpoints_total_limit)
         guard = MemoryGuard(is_on=settings.micro_batch_size == "auto")
         if guard.is_on:
@@ -463,18 +459,22 @@ def main(settings: Settings) -> None:
             for micro_batch in range(window.num_micro_batches):
                 batch = next(batches)
                 is_last = micro_batch == window.num_micro_batches - 1
-                exchange = nullcontext() if is_last else accelerator.no_sync(model)  # of gradients: once per step
+                # Gradients are exchanged once per step: with the last pass, or below where that pass may fail.
+                exchange = nullcontext() if is_last and not guard.is_on else accelerator.no_sync(model)
                 with guard, exchange:
                     loss = weighted_loss(forward(model, batch), batch["label"], batch["weight"])
                     accelerator.backward(loss * scale)
                     loss_sum += loss.detach()
-            if guard.is_on and ran_out_of_memory(accelerator, model, batch, guard, stop):
+            if guard.is_on and stop.on_any_process(guard.ran_out):
+                guard.reset()
                 sampler.micro_batch_size = progress.micro_batch_size = half_of(sampler.micro_batch_size)
                 run.say(f"memory     ran out at step {step}: again with micro-batches of {sampler.micro_batch_size}")
                 optimizer.zero_grad()
                 sampler.start_step = progress.step
                 batches = iter(train_loader)
                 continue
+            if guard.is_on:
+                average_gradients(accelerator, model)
             grad_norm = accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm or float("inf"))
             may_skip = progress.skipped_steps < settings.skip_nonfinite_steps and accelerator.scaler is None
             if may_skip and not grad_norm.isfinite():
@@ -489,11 +489,13 @@ def main(settings: Settings) -> None:
             optimizer.zero_grad()
             progress.step = step
             run.advance(step)
+            is_logged = step % settings.logging_steps == 0 or step == total_steps
+            mean_loss = accelerator.reduce(loss_sum).item() / window.num_samples if is_logged else None  # waits
             num_samples, seconds = num_samples + window.num_samples, seconds + time.perf_counter() - began
-            if step % settings.logging_steps == 0 or step == total_steps:
+            if is_logged:
                 run.log(
                     step,
-                    loss=accelerator.reduce(loss_sum).item() / window.num_samples,
+                    loss=mean_loss,
                     learning_rate=schedule.get_last_lr()[0],
                     grad_norm=grad_norm.item(),
                     samples_per_second=num_samples / seconds,

@@ -134,6 +134,8 @@ class StepSampler(Sampler):
 
     def __post_init__(self):
         assert self.num_samples > 0 and self.global_batch_size > 0 and self.micro_batch_size > 0
+        if self.lengths is not None:
+            self.lengths = torch.as_tensor(self.lengths[:])  # [:] makes a list of a data set's column, which is slow
         self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
 
     @property
@@ -169,15 +171,20 @@ class StepSampler(Sampler):
         """Return the samples that take most memory: the longest, where lengths are known."""
         order = range(self.num_samples)
         if self.lengths is not None:
-            order = torch.as_tensor(self.lengths).argsort(descending=True, stable=True).tolist()
-        return [Sample(index, 0, 1.0) for index in order[: max(count, self.min_micro_batch_size)]]
+            order = self.lengths.argsort(descending=True, stable=True).tolist()
+        return [Sample(index, 0, 1.0) for index in order[: max(count, self._filled_up_to)]]
+
+    @property
+    def _filled_up_to(self) -> int:
+        """Never beyond what `auto` has found to fit."""
+        return min(self.min_micro_batch_size, max(2, self.micro_batch_size))
 
     def num_fillers(self, step: int) -> int:
         """Return how many samples of weight 0 a step (from 1) is filled up with, over all processes."""
         starts = range(0, self.window(step).num_micro_batches * self.micro_batch_size, self.micro_batch_size)
         shares = [len(self.share(step, process)) for process in range(self.num_processes)]
         sizes = [min(max(share - start, 0), self.micro_batch_size) for share in shares for start in starts]
-        return sum(max(self.min_micro_batch_size - size, 0) for size in sizes)
+        return sum(max(self._filled_up_to - size, 0) for size in sizes)
 
     def describe(self) -> dict:
         """Return the batch arithmetic, for the banner and run.json."""
@@ -220,7 +227,7 @@ class StepSampler(Sampler):
 
     def _fillers(self, step: int, real: list[int]) -> list[int]:
         """Return the samples that fill up a micro-batch: of the same step, then of the steps after it, in a circle."""
-        missing = self.min_micro_batch_size - len(real)
+        missing = self._filled_up_to - len(real)
         if missing <= 0:
             return []
         start = (step - 1) % self.steps_per_epoch * self.global_batch_size
@@ -240,7 +247,7 @@ class StepSampler(Sampler):
 
     def _group_like_lengths(self, order: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """Sort inside pools, cut into steps, shuffle the steps. The ragged last step is drawn first, so at random."""
-        lengths = torch.as_tensor(self.lengths)
+        lengths = self.lengths
         full = self.num_samples // self.global_batch_size * self.global_batch_size
         pools = order[:full].split(POOL_STEPS * self.global_batch_size)
         pools = [pool[lengths[pool].argsort(stable=True)] for pool in pools]
@@ -270,7 +277,7 @@ class EvaluationSampler(Sampler):
     def __iter__(self) -> Iterator[list[Sample]]:
         order = torch.arange(self.num_samples)
         if self.lengths is not None:
-            order = torch.as_tensor(self.lengths).argsort(stable=True)
+            order = torch.as_tensor(self.lengths[:]).argsort(stable=True)
         batches = [[Sample(i, 0, 1.0) for i in part.tolist()] for part in order.split(self.eval_batch_size)]
         yield from batches
         yield from [[Sample(int(order[0]), 0, 0.0)]] * (len(self) - len(batches))

@@ -257,6 +257,22 @@ def choose(folder: Path, resume_from_checkpoint: str) -> tuple[Path | None, list
     )
 
 
+def adopt(path: Path, folder: Path, best_step: int | None) -> Path:
+    """Return a chosen checkpoint as one of `folder`: one of elsewhere is copied there, with the best one beside it."""
+    if path.parent.resolve() == folder.resolve():
+        return path
+    step = json.loads((path / MANIFEST).read_text("utf-8"))["step"]
+    sources = {best_step: path.with_name(folder_name(best_step))} if best_step is not None else {}
+    for number, source in {**sources, step: path}.items():  # the chosen one last: when it is here, all is
+        if fault_of(source) is None:
+            final = folder / folder_name(number)
+            temporary = final.with_name(final.name + TEMPORARY)
+            shutil.copytree(source, temporary, dirs_exist_ok=True)
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(temporary, final)
+    return folder / folder_name(step)
+
+
 def _remnants(folder: Path) -> list[Path]:
     """Return what saves have left in a folder, complete or not, the newest first."""
     found = [

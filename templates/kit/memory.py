@@ -21,15 +21,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 class MemoryGuard:
     """A context around one forward and backward pass that takes an out-of-memory error for a fact.
 
-    `ran_out` says whether it happened since `reset`, `ran_out_last` whether it did in the latest pass. Where the guard
-    is not on, the error goes on with a line that says what to try.
+    `ran_out` says whether it happened since `reset`. Where the guard is not on, the error goes on with a line that says
+    what to try.
     """
 
     def __init__(self, is_on: bool):
-        self.is_on, self.ran_out, self.ran_out_last = is_on, False, False
+        self.is_on, self.ran_out = is_on, False
 
     def __enter__(self):
-        self.ran_out_last = False
         return self
 
     def __exit__(self, kind, error, trace) -> bool:
@@ -39,7 +38,7 @@ class MemoryGuard:
             raise MemoryError(
                 "out of memory: give a smaller --micro_batch_size (the result stays the same), or auto"
             ) from error
-        self.ran_out = self.ran_out_last = True
+        self.ran_out = True
         return True
 
     def reset(self) -> None:

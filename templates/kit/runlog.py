@@ -9,18 +9,23 @@ import subprocess
 import sys
 import time
 import traceback
+import uuid
+from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 
 from kit import checkpoints
+from kit.evaluation import Progress
 from kit.settings import UserError, differences, numbers_in_force, one_line, save_settings
 from kit.stopping import EXIT_STOPPED
 from kit.world import on_main
 
-LEFT_BEHIND = (
-    "settings.yaml run.json metrics.jsonl README.md report.html predictions.csv checkpoints best final".split()
+LEFT_BEHIND = (  # run.json goes last when a run is deleted: without it the rest would be nobody's
+    "settings.yaml metrics.jsonl README.md report.html predictions.csv checkpoints best final run.json".split()
 )
+SHARED_WITHIN = 30.0  # seconds in which a new file on a network disk must be seen by every node
 # What the tests ran with: from this version to below that one, as in pyproject.toml.
 TESTED = {
     "torch": ("2.14", "3"),
@@ -36,18 +41,36 @@ TESTED = {
 }
 
 
+def has_progress(output_dir: Path) -> bool:
+    """Return whether a folder holds a run that has something to lose."""
+    return (output_dir / "metrics.jsonl").exists() or any((output_dir / "checkpoints").glob("step_*"))
+
+
 def read_run(output_dir: Path) -> dict | None:
     """Return run.json of a run directory that has something to lose; None when there is no such run."""
-    has_progress = (output_dir / "metrics.jsonl").exists() or any((output_dir / "checkpoints").glob("step_*"))
+    if not has_progress(output_dir):
+        return None
+    path = output_dir / "run.json"
     try:
-        return json.loads((output_dir / "run.json").read_text("utf-8")) if has_progress else None
+        run = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise UserError(
             f"output_dir {output_dir} holds metrics or checkpoints but no run.json: it is not a run of this script;"
             " choose another --output_dir"
         ) from None
     except ValueError:
-        raise UserError(f"{output_dir / 'run.json'} is unreadable: choose another --output_dir") from None
+        run = None
+    if not isinstance(run, dict) or not {"status", "numbers", "data"} <= run.keys():
+        raise UserError(
+            f"{path} is unreadable: choose another --output_dir, or delete that run with --overwrite_output_dir true"
+        )
+    return run
+
+
+def overwrites(settings) -> bool:
+    """Return whether the run in output_dir is to be deleted: not when a scheduler or launcher starts it again."""
+    restarts = (os.environ.get(name, "") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    return settings.overwrite_output_dir and all(count in ("", "0") for count in restarts)
 
 
 def check_run_directory(settings, data_sha256: dict | None = None) -> str | None:
@@ -56,10 +79,15 @@ def check_run_directory(settings, data_sha256: dict | None = None) -> str | None
     `data_sha256` (by split) is None while the data are not known yet. Changes nothing on disk.
     """
     output_dir = Path(settings.output_dir)
+    if not settings.output_dir:
+        raise UserError("output_dir is empty: give a folder")
     for path in (output_dir, *output_dir.parents):
         if path.exists() and not path.is_dir():
             raise UserError(f"output_dir {output_dir}: {path} is a file; choose another --output_dir")
-    if settings.overwrite_output_dir or (run := read_run(output_dir)) is None:
+    others = [name for name in LEFT_BEHIND if (output_dir / name).exists()]
+    if others and not has_progress(output_dir) and "run.json" not in others:
+        raise UserError(f"output_dir {output_dir} holds {', '.join(others)} of no run: choose another --output_dir")
+    if overwrites(settings) or (run := read_run(output_dir)) is None:
         return None
     if settings.resume_from_checkpoint == "none":
         raise UserError(
@@ -98,18 +126,16 @@ class RunDirectory:
     def __enter__(self):
         if hasattr(sys.stdout, "reconfigure"):  # a name that the screen cannot show must not end a run
             sys.stdout.reconfigure(errors="backslashreplace")
-        on_main(self.accelerator, self._open)
+        self._assert_shared(on_main(self.accelerator, self._open))
         return self
 
-    def _open(self) -> None:
+    def _open(self) -> str:
         self._lock = _lock(self.path)
-        before = read_run(self.path) or {}
-        if self.settings.overwrite_output_dir and before:
-            before = {}
+        before = {} if overwrites(self.settings) else read_run(self.path) or {}
+        if overwrites(self.settings) and has_progress(self.path):
             for name in LEFT_BEHIND:
                 path = self.path / name
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        save_settings(self.settings, self.path / "settings.yaml")
         self._began, self._seconds_before = time.monotonic(), before.get("seconds", 0.0)
         self.facts = {
             "status": "running",
@@ -125,6 +151,28 @@ class RunDirectory:
             **self.facts,
         }
         self._write_facts()
+        # Who reads the settings again to go on must not delete the run by it.
+        save_settings(replace(self.settings, overwrite_output_dir=False), self.path / "settings.yaml")
+        token = f".start_{uuid.uuid4().hex}"
+        (self.path / token).touch()
+        return token
+
+    def _assert_shared(self, token: str) -> None:
+        """Raise `UserError` on all processes unless each sees what process 0 has just written."""
+        from accelerate.utils import gather_object
+
+        deadline = time.monotonic() + SHARED_WITHIN
+        # A listing, not a look at the file: network disks remember for a while that a name was not there.
+        while not (is_seen := self.path.is_dir() and token in os.listdir(self.path)) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        blind = [process for process, seen in enumerate(gather_object([is_seen])) if not seen]
+        if self.is_main:
+            (self.path / token).unlink()
+        if blind:
+            raise UserError(
+                f"output_dir {self.path}: process {blind[0]} does not see there what process 0 writes: give a folder on"
+                " a disk that all nodes share"
+            )
 
     def introduce(self, schedule: str, notes: list[str]) -> None:
         """Print once where the settings came from, where and on what the run happens, and its arithmetic."""
@@ -157,24 +205,36 @@ class RunDirectory:
             raise UserError(f"resume_from_checkpoint {path} belongs to another run: {'; '.join(changes)}")
         moved = differences(before["world"], self.identity["world"])
         self.say(f"resume     {path}" + (f"; changed since: {'; '.join(moved)}" if moved else ""))
-        return path
+        best_step = checkpoints.read_document(path, "progress")["best_step"]
+        return on_main(self.accelerator, checkpoints.adopt, path, self.path / "checkpoints", best_step)
 
-    def start_log(self, step: int, total_steps: int, steps_per_epoch: int) -> None:
-        """Open metrics.jsonl without the lines after `step`: a resumed run does those steps again."""
+    def read_progress(self, checkpoint: Path) -> Progress:
+        """Return where a checkpoint stands. A best model that is nowhere any more is forgotten, and that is said."""
+        progress = Progress(**checkpoints.read_document(checkpoint, "progress"))
+        best = checkpoint.with_name(checkpoints.folder_name(progress.best_step or 0))
+        is_elsewhere = progress.best_step is not None and best != checkpoint
+        if is_elsewhere and on_main(self.accelerator, checkpoints.fault_of, best):
+            self.say(f"note       the best model so far (step {progress.best_step}) is gone: the next one counts")
+            progress.best_step = progress.best_metric = None
+        return progress
+
+    def start_log(self, progress: Progress, total_steps: int, steps_per_epoch: int) -> None:
+        """Open metrics.jsonl without the lines after `progress`: a resumed run does those steps again."""
         self._steps_per_epoch = steps_per_epoch
         if not self.is_main:
             return
         from tqdm import tqdm
 
         path = self.path / "metrics.jsonl"
-        rows = [json.loads(line) for line in _complete_lines(path)] if step else []
-        kept = [json.dumps(row) for row in rows if row["step"] <= step and "test_loss" not in row]
+        rows = [json.loads(line) for line in _complete_lines(path)] if progress.step else []
+        last = {"loss": progress.step, "eval_loss": progress.evaluated_step}
+        kept = [json.dumps(row) for row in rows for kind in last.keys() & row.keys() if row["step"] <= last[kind]]
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(f"{line}\n" for line in kept), "utf-8")
         os.replace(temporary, path)
         self._log = open(path, "a", encoding="utf-8")  # closed in __exit__
         # A bar belongs on a terminal; in a file every refresh would be one more line.
-        self._bar = tqdm(total=total_steps, initial=step, unit="step", disable=not sys.stderr.isatty())
+        self._bar = tqdm(total=total_steps, initial=progress.step, unit="step", disable=not sys.stderr.isatty())
 
     # -- during ------------------------------------------------------------------------------------------------------
 
@@ -239,7 +299,8 @@ class RunDirectory:
     def stop(self, reason: str) -> None:
         """End the run before its time, after everything is saved. Raises `SystemExit(75)`."""
         self.record(cause=reason)
-        self.say(f"stopped    {reason}; the same command goes on from here")
+        command = "the same command" + (" without --overwrite_output_dir" if self.settings.overwrite_output_dir else "")
+        self.say(f"stopped    {reason}; {command} goes on from here")
         self.accelerator.end_training()
         raise SystemExit(EXIT_STOPPED)
 
@@ -250,7 +311,8 @@ class RunDirectory:
             if error is not None and not is_stop:
                 name = f".failed_process_{self.accelerator.process_index}"
                 cause = f"process {self.accelerator.process_index}: {kind.__name__}: {one_line(error)}"
-                (self.path / name).write_text(cause, "utf-8")
+                with suppress(OSError):  # what ended the run matters more
+                    (self.path / name).write_text(cause, "utf-8")
             return
         if self._bar is not None:
             self._bar.close()

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import sys
+import threading
 import traceback
 import typing
 from contextlib import contextmanager
@@ -15,11 +16,12 @@ from pathlib import Path
 
 EXIT_MISTAKE = 2
 
-# Settings that may differ between two starts of one run: they move no number beyond rounding.
+# Settings that may differ between two starts of one run: they move no number beyond rounding (the last: none before
+# the step that could not be counted).
 NEUTRAL = frozenset(
     "output_dir overwrite_output_dir resume_from_checkpoint micro_batch_size eval_batch_size num_workers logging_steps"
     " checkpointing_steps checkpoints_total_limit max_train_time ddp_timeout gradient_checkpointing"
-    " torch_compile torch_compile_backend".split()
+    " torch_compile torch_compile_backend skip_nonfinite_steps".split()
 )
 
 # Names that people bring from other training scripts, where the near match would not help.
@@ -65,6 +67,9 @@ def exit_codes():
     if os.environ.get("WORLD_SIZE", "1") != "1":
         # Where processes worked together, torch 2.14 sometimes aborts while the interpreter is taken down, after
         # everything is done ("terminate called without an active exception"): leave before that.
+        for thread in threading.enumerate():  # a checkpoint that is being written is completed
+            if not thread.daemon and thread is not threading.current_thread():
+                thread.join()
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

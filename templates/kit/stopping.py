@@ -131,7 +131,8 @@ class Stopper:
         samples = sampler.samples(step) if process is None else sampler.share(step, process)
         raise FloatingPointError(
             f"{what} is not finite at step {step}; samples of that step: {samples}. No checkpoint was written since."
-            " Look at those samples, lower the learning rate, or give --skip_nonfinite_steps N"
+            " Look at those samples. Ways on: a lower learning rate in another --output_dir; where the script has it,"
+            " the same command with --skip_nonfinite_steps N"
         )
 
     def _measure(self, step: int, loss, grad_norm) -> None:
@@ -191,6 +192,10 @@ def begin_worker(worker_id: int) -> None:
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # first: the threads below inherit it
         threading.Thread(target=_obey_only, args=(trainer.pid,), daemon=True).start()
+    else:  # macOS and Windows; the trainer ends its workers by SIGTERM, which has to stay
+        for number in SIGNALS:
+            if number != signal.SIGTERM:
+                signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(trainer,), daemon=True).start()
 
 

@@ -2,6 +2,8 @@
 
 import hashlib
 import os
+import platform
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -49,7 +51,7 @@ def build_accelerator(mixed_precision: str | None, ddp_timeout: float):
     is asked for on a CPU, `RuntimeError` if fewer processes found each other than were launched.
     """
     from accelerate import Accelerator
-    from accelerate.utils import DataLoaderConfiguration, InitProcessGroupKwargs
+    from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, InitProcessGroupKwargs
 
     check_precision(mixed_precision)
     accelerator = Accelerator(
@@ -57,7 +59,12 @@ def build_accelerator(mixed_precision: str | None, ddp_timeout: float):
         mixed_precision=mixed_precision,
         # The batch samplers deal the samples; a batch that Accelerate adds or repeats would count twice.
         dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True),
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=ddp_timeout))],
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=timedelta(seconds=ddp_timeout)),
+            # Not in each forward pass: one that fails on one process would leave the others waiting. Buffers are
+            # statistics; they matter when a model is judged, and `share_buffers` is called there.
+            DistributedDataParallelKwargs(broadcast_buffers=False),
+        ],
     )
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != accelerator.num_processes:
@@ -68,8 +75,30 @@ def build_accelerator(mixed_precision: str | None, ddp_timeout: float):
     return accelerator
 
 
-def visible_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+@torch.no_grad()
+def share_buffers(accelerator, model: torch.nn.Module) -> None:
+    """Give every process the buffers of process 0, such as the running statistics of BatchNorm."""
+    if accelerator.num_processes > 1:
+        for buffer in model.buffers():
+            torch.distributed.broadcast(buffer, 0)
+
+
+@torch.no_grad()
+def average_gradients(accelerator, model: torch.nn.Module) -> None:
+    """Average the gradients over the processes, as DDP does in the last backward pass of a step."""
+    if accelerator.num_processes > 1:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad = accelerator.reduce(parameter.grad, "mean")
+
+
+def visible_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Return the cores that this process may use: its affinity, and in a container what its cgroup (v2) grants."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, ValueError):  # "400000 100000": microseconds in each period; "max 100000": no limit
+        granted, period = map(int, quota.read_text("utf-8").split())
+        cores = min(cores, max(1, -(-granted // period)))
+    return cores
 
 
 def describe_world(accelerator) -> dict:
@@ -108,6 +137,8 @@ class FirstOnNode:
 
         folder = Path(HF_HOME) / "locks"
         folder.mkdir(parents=True, exist_ok=True)
+        # Of this node alone: the first of another node has to come to the meeting, though it may share HF_HOME.
+        key = (os.environ.get("GROUP_RANK"), platform.node(), *key)
         self.lock = FileLock(folder / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.lock")
         self.is_first = os.environ.get("LOCAL_RANK", "0") == "0"
         if self.is_first:
