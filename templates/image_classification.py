@@ -48,6 +48,7 @@ from kit.world import (
     FirstOnNode,
     average_gradients,
     build_accelerator,
+    check_compile,
     check_precision,
     describe_world,
     on_main,
@@ -179,6 +180,7 @@ def check(settings: Settings) -> None:
     if settings.metric_for_best_model.startswith("ema_") and settings.ema_decay is None:
         raise UserError(f"metric_for_best_model {settings.metric_for_best_model} needs ema_decay, such as 0.999")
     check_model_source(settings.model_name_or_path)
+    check_compile(settings.torch_compile, settings.torch_compile_backend)
     check_run_directory(settings)
 
 

@@ -43,6 +43,7 @@ from kit.world import (
     FirstOnNode,
     average_gradients,
     build_accelerator,
+    check_compile,
     check_precision,
     describe_world,
     on_main,
@@ -154,6 +155,7 @@ def check(settings: Settings) -> None:
     check_precision(settings.mixed_precision)
     check_text_sources(**source_of(settings))
     check_model_folder(settings.model_name_or_path)
+    check_compile(settings.torch_compile, settings.torch_compile_backend)
     check_run_directory(settings)
 
 
@@ -234,24 +236,45 @@ def build_model(settings: Settings, label_names: tuple[str, ...]):
     seed_all(settings.seed, "model")
     try:
         tokenizer = AutoTokenizer.from_pretrained(settings.model_name_or_path)
-        model = AutoModelForSequenceClassification.from_pretrained(
-            settings.model_name_or_path, num_labels=len(label_names), ignore_mismatched_sizes=True, **names
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            settings.model_name_or_path,
+            num_labels=len(label_names),
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **names,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(
             f"model_name_or_path {settings.model_name_or_path}: cannot be loaded ({one_line(error)[:200]}). Ways on:"
             " a folder with a saved model, a cache (HF_HOME) filled on a machine with a network, or `make demo`"
         ) from error
-    if len(tokenizer) > (known := model.get_input_embeddings().num_embeddings):
-        raise UserError(
-            f"model_name_or_path {settings.model_name_or_path}: its tokenizer has {len(tokenizer)} tokens, the model"
-            f" knows {known}: save the tokenizer there that belongs to it"
-        )
+    if fault := misfit(settings, tokenizer, model, set(report["missing_keys"])):
+        raise UserError(f"model_name_or_path {settings.model_name_or_path}: {fault}")
     if settings.gradient_checkpointing:  # by its old name, which is good to below 6: the new one is not in 5.20
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if settings.torch_compile:
         model.compile(backend=settings.torch_compile_backend, dynamic=True)
     return tokenizer, model
+
+
+def misfit(settings: Settings, tokenizer, model, missing_keys: set[str]) -> str | None:
+    """Return why a loaded model cannot do its work, None where it can."""
+    body = {name for name, _ in model.base_model.named_parameters(prefix=model.base_model_prefix)}
+    if len(body & missing_keys) > len(body) / 2:  # some layers may be new, such as a pooler
+        return f"its weights are of another model: {len(body & missing_keys)} of {len(body)} tensors are missing"
+    if len(tokenizer) > (known := model.get_input_embeddings().num_embeddings):
+        return (
+            f"its tokenizer has {len(tokenizer)} tokens, the model knows {known}: save the tokenizer there that belongs"
+            " to it"
+        )
+    if tokenizer.pad_token_id is None:
+        return "its tokenizer has no padding token: take an encoder such as bert-base-cased, or set and save one"
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, torch.nn.Embedding):
+            reserved = 0 if module.padding_idx is None else module.padding_idx + 1  # RoBERTa counts from there
+            if settings.max_length > (longest := module.num_embeddings - reserved):
+                return f"it reads {longest} tokens at most: set max_length to that or less, not {settings.max_length}"
+    return None
 
 
 def build_optimizer(settings: Settings, model, total_steps: int):

@@ -138,6 +138,54 @@ def limited_memory(template) -> None:
     template.forward = replaced
 
 
+def out_of_memory(template) -> None:
+    """Let memory run out inside the `call`th forward or backward pass (`where`) of one process, once."""
+    options = _options()
+    original, calls = template.forward, []
+
+    def fail(*_):
+        raise template.torch.OutOfMemoryError("CUDA out of memory (planted)")
+
+    def replaced(model, batch):
+        calls.append(model.training)
+        is_now = _is_here() and model.training and sum(calls) == options["call"]
+        if is_now and options["where"] == "backward":
+            hook = next(model.parameters()).register_hook(lambda grad: hook.remove() or fail())
+        elif is_now:
+            inner = [module for module in model.modules() if not list(module.children())][-1]
+            hook = inner.register_forward_pre_hook(lambda *_: hook.remove() or fail())
+        return original(model, batch)
+
+    template.forward = replaced
+
+
+def own_folder(template) -> None:
+    """Let one process see another disk under the name of the run directory."""
+    from kit import runlog
+
+    runlog.SHARED_WITHIN = 1.0
+    main = template.main
+
+    def replaced(settings):
+        if _is_here():
+            settings.output_dir += " of another disk"
+        return main(settings)
+
+    template.main = replaced
+
+
+def slow_disk(template) -> None:
+    from kit import checkpoints
+
+    write = checkpoints.write
+
+    def replaced(*arguments):
+        time.sleep(2)
+        return write(*arguments)
+
+    checkpoints.write = replaced
+
+
 def full_disk(template) -> None:
     """After the first checkpoint no file may grow beyond 40 kB, as with `ulimit -f`."""
     import resource

@@ -138,6 +138,36 @@ def test_memory_is_pinned_where_a_device_gains_by_it(device, asks_for_cpu, expec
     assert build_loader(Drawing(), sampler(20, 4, 2, 1), None, 0, seed=1).pin_memory == expected
 
 
+def test_lengths_of_a_data_set_are_read_once():
+    import datasets
+
+    column = datasets.Dataset.from_dict({"length": list(range(20))})["length"]
+    assert torch.equal(StepSampler(20, 4, 2, 1, 0, 5, column).lengths, torch.arange(20))
+    assert list(EvaluationSampler(20, 4, 1, column))
+
+
+def test_a_container_has_the_cores_that_its_group_grants(tmp_path):
+    from kit.world import visible_cores
+
+    free = visible_cores(tmp_path / "nothing")
+    for text, expected in (("max 100000", free), ("100000 100000", 1), ("50000 100000", 1), ("99900000 100000", free)):
+        (tmp_path / "cpu.max").write_text(text)
+        assert visible_cores(tmp_path / "cpu.max") == expected
+
+
+def test_the_first_of_each_node_prepares_though_nodes_share_a_cache(monkeypatch):
+    from kit.world import FirstOnNode
+
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("GROUP_RANK", "0")
+    first = FirstOnNode("data")  # keeps its lock until all have met
+    monkeypatch.setenv("GROUP_RANK", "1")
+    second = FirstOnNode("data")
+    for node in (first, second):
+        with node:
+            pass
+
+
 # -- a loss that divides by tokens ----------------------------------------------------------------------------------
 
 

@@ -81,6 +81,13 @@ def test_auto_finds_the_largest_micro_batch_and_survives_less_memory(num_process
     assert largest_difference(numbers(plain), numbers(tmp_path / "run")) <= 1e-5
 
 
+def test_auto_goes_below_what_batchnorm_would_like(settings, tmp_path):
+    changed = {"micro_batch_size": "auto", "eval_batch_size": 2, "output_dir": str(tmp_path / "run")}
+    options = {"patches": ["faults:limited_memory"], "environment": {"FAULT": json.dumps({"limit": 5})}}
+    world = run(1, settings | changed, **options)
+    assert "micro-batches of 5 fit" in world.output()
+
+
 EVERYTHING = {
     "ema_decay": 0.9,
     "metric_for_best_model": "ema_loss",

@@ -1,6 +1,8 @@
 """How a run ends before its time: all processes together, nothing lost, nothing waiting."""
 
 import json
+import multiprocessing
+import os
 import re
 import signal
 import time
@@ -8,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from kit.stopping import SIGNALS, catch_signals, is_launcher
+from kit.stopping import SIGNALS, begin_worker, catch_signals, is_launcher
 from worlds import World, lines, numbers, run, same_weights
 
 
@@ -27,6 +29,23 @@ def test_an_exception_on_one_process_ends_all_with_the_true_cause(tiny_settings,
     assert 'raise KeyError("the true cause")' in world.output(1)
     facts = facts_of(tmp_path / "run")
     assert (facts["status"], facts["cause"]) == ("failed", "process 1: KeyError: 'the true cause'")
+
+
+def test_a_checkpoint_that_is_being_written_is_completed_when_another_process_fails(tiny_settings, tmp_path):
+    fault = {"FAULT": json.dumps({"rank": 1, "call": 7})}  # two micro-batches a step: in step 4
+    settings = tiny_settings | {"output_dir": str(tmp_path / "run"), "checkpointing_steps": 3, "eval_steps": 100}
+    world = World(2, settings, patches=["faults:raise_in_window", "faults:slow_disk"], environment=fault)
+    assert all(world.wait()), world.output()
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000003"]
+
+
+def test_a_folder_that_not_all_processes_see_is_one_line(tiny_settings, tmp_path):
+    settings = tiny_settings | {"output_dir": str(tmp_path / "run")}
+    world = run(2, settings, 2, patches=["faults:own_folder"], environment={"FAULT": json.dumps({"rank": 1})})
+    assert "process 1 does not see there what process 0 writes: give a folder on a disk that all nodes" in world.output(
+        0
+    )
+    assert "Traceback" not in world.output()
 
 
 def test_a_process_that_hangs_is_left_after_the_timeout(tiny_settings, tmp_path):
@@ -162,6 +181,26 @@ def test_under_nohup_a_closed_terminal_stays_without_effect():
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_where_signals_cannot_be_waited_for_ctrl_c_leaves_the_workers_alone():
+    def work(ready) -> None:
+        del signal.sigwaitinfo  # as on macOS and Windows
+        begin_worker(0)
+        ready.set()
+        time.sleep(30)
+
+    fork = multiprocessing.get_context("fork")
+    ready = fork.Event()
+    worker = fork.Process(target=work, args=(ready,))
+    worker.start()
+    assert ready.wait(20)
+    os.kill(worker.pid, signal.SIGINT)
+    worker.join(1)
+    assert worker.is_alive()
+    worker.terminate()
+    worker.join(10)
+    assert worker.exitcode == -signal.SIGTERM
 
 
 def test_no_worker_outlives_a_killed_process(tiny_settings, tmp_path):

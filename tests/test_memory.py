@@ -52,6 +52,19 @@ def test_out_of_memory_in_mid_window_on_one_process_only(still, plain, tmp_path)
     assert largest_difference(numbers(tmp_path / "plain"), numbers(tmp_path / "run")) <= 1e-5
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("call", [1, 6])
+def test_out_of_memory_inside_a_pass_of_one_process(call, where, rank, still, plain, tmp_path):
+    """At call 1 in the search, at call 6 in a step: DDP must not wait for what never comes."""
+    settings, options = auto(still, tmp_path / "run", where=where, rank=rank, call=call)
+    options["patches"] = ["faults:out_of_memory"]
+    world = run(2, settings, **options)
+    assert ("again with micro-batches of 2" in world.output(0)) == (call == 6), world.output(0)
+    assert f"micro-batches of {4 if call == 6 else 3} fit" in world.output(0)
+    assert largest_difference(numbers(plain), numbers(tmp_path / "run")) <= 1e-5
+
+
 def test_a_resumed_run_does_not_search_again(still, plain, tmp_path):
     settings, options = auto(still, tmp_path / "run", limit=3)
     options["patches"].append("faults:die_in_window")

@@ -3,11 +3,17 @@
 import json
 import random
 import re
+import shutil
 import signal
 import time
 
 import pytest
+from safetensors.torch import load_file
 
+import worlds
+from kit.runlog import check_run_directory
+from kit.settings import UserError
+from text_classification import Settings
 from worlds import World, largest_difference, lines, numbers, run, same_weights
 
 
@@ -149,3 +155,71 @@ def test_another_run_in_the_same_folder_is_refused_with_the_differences(settings
         world = run(1, settings | changed | {"output_dir": str(unbroken[1])}, expected=2)
         assert words in world.output()
         assert "Traceback" not in world.output()
+
+
+# -- run directories ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("best_is_there", [True, False])
+def test_going_on_in_another_folder_takes_the_best_model_along(best_is_there, settings, tmp_path):
+    here = settings | {"metric_for_best_model": "loss", "checkpointing_steps": "epoch"}
+    first = here | {"output_dir": str(tmp_path / "first")}
+    fault = {"FAULT": json.dumps({"call": 20})}  # in the second epoch, behind the evaluation of step 9
+    patches = ["faults:worse_each_time", "faults:die_in_window"]
+    assert World(1, first, patches=patches, environment=fault).wait() == [-9]
+    assert [path.name for path in (tmp_path / "first" / "checkpoints").iterdir()]
+    saved = sorted((tmp_path / "first" / "checkpoints").glob("step_????????"))
+    if not best_is_there:
+        shutil.rmtree(saved[0])
+    second = here | {"output_dir": str(tmp_path / "second"), "resume_from_checkpoint": str(saved[-1])}
+    world = run(1, second, patches=["faults:worse_each_time"])
+    results = json.loads((tmp_path / "second" / "run.json").read_text())["results"]
+    kept = worlds.weights(tmp_path / "second" / "best")
+    best = load_file(tmp_path / "second" / "checkpoints" / f"step_{results['best_step']:08d}" / "model.safetensors")
+    assert all(best[name].equal(kept[name]) for name in best)
+    assert (results["best_step"] == int(saved[0].name[5:])) == best_is_there
+    assert (" is gone: the next one counts" in world.output()) != best_is_there
+
+
+def test_a_second_crash_leaves_no_evaluation_twice(settings, unbroken, tmp_path):
+    here = settings | {"output_dir": str(tmp_path / "run")}
+    fault = {"environment": {"FAULT": json.dumps({"call": 1})}}
+    assert World(1, here, patches=["faults:signal_in_evaluation"], **fault).wait() == [75]
+    assert World(1, here, patches=["faults:die_in_window"], **fault).wait() == [-9]
+    run(1, here)
+    assert_same(tmp_path / "run", unbroken[1])
+
+
+def test_overwriting_is_done_once_and_never_by_a_restart(settings, tmp_path):
+    here = settings | {"output_dir": str(tmp_path / "run")}
+    run(1, here | {"max_train_steps": 1})
+    time_limit = {"max_train_time": 0.001, "overwrite_output_dir": True}
+    world = run(1, here | time_limit, expected=75)
+    assert "the same command without --overwrite_output_dir goes on from here" in world.output()
+    assert "overwrite_output_dir: false" in (tmp_path / "run" / "settings.yaml").read_text()
+    world = run(1, here | {"overwrite_output_dir": True}, environment={"SLURM_RESTART_COUNT": "1"})
+    assert "resume " in world.output()
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["starts"] == 2
+
+
+def test_files_that_no_run_wrote_are_never_overwritten(settings, tmp_path):
+    (tmp_path / "mine" / "best").mkdir(parents=True)
+    (tmp_path / "mine" / "README.md").write_text("mine")
+    for output_dir, words in (("", "output_dir is empty"), (str(tmp_path / "mine"), "holds README.md, best of no run")):
+        for overwrite in (False, True):
+            with pytest.raises(UserError, match=words):
+                check_run_directory(
+                    Settings(**settings | {"output_dir": output_dir, "overwrite_output_dir": overwrite})
+                )
+    assert (tmp_path / "mine" / "README.md").read_text() == "mine"
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "nothing", '{"status": "done"}'])
+def test_a_damaged_run_json_is_one_line_and_can_be_overwritten(content, settings, tmp_path):
+    (tmp_path / "run" / "checkpoints" / "step_00000001").mkdir(parents=True)
+    (tmp_path / "run" / "run.json").write_text(content)
+    here = settings | {"output_dir": str(tmp_path / "run"), "max_train_steps": 1}
+    with pytest.raises(UserError, match=r"run.json is unreadable: .*--overwrite_output_dir true"):
+        check_run_directory(Settings(**here))
+    if content == "{}":
+        run(1, here | {"overwrite_output_dir": True})

@@ -141,10 +141,13 @@ def test_the_profile_decides_the_precision_unless_the_script_does(tiny_settings,
         ("torn configuration", "cannot be loaded"),
         ("no tokenizer", "has no tokenizer: save one there"),
         ("no configuration", "has no config.json: it holds no saved model"),
+        ("weights of another model", "its weights are of another model: "),
+        ("no padding token", "its tokenizer has no padding token"),
         ("another tokenizer", "its tokenizer has 31 tokens, the model knows 24"),
     ],
 )
 def test_a_model_folder_that_is_not_whole_is_one_line(fault, words, tiny, tiny_settings, tmp_path):
+    from safetensors.torch import save_file
     from transformers import AutoTokenizer
 
     folder = tmp_path / "model"
@@ -152,6 +155,13 @@ def test_a_model_folder_that_is_not_whole_is_one_line(fault, words, tiny, tiny_s
     if fault == "no tokenizer":
         for path in [*folder.glob("tokenizer*"), *folder.glob("vocab*"), *folder.glob("special*")]:
             path.unlink()
+    elif fault == "weights of another model":
+        state = {f"student.{name}": value for name, value in worlds.weights(folder).items()}
+        save_file(state, folder / "model.safetensors", {"format": "pt"})
+    elif fault == "no padding token":
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.pad_token = None
+        tokenizer.save_pretrained(folder)
     elif fault == "another tokenizer":
         tokenizer = AutoTokenizer.from_pretrained(folder)
         tokenizer.add_tokens([f"new{number}" for number in range(7)])
@@ -164,12 +174,25 @@ def test_a_model_folder_that_is_not_whole_is_one_line(fault, words, tiny, tiny_s
             path.write_bytes(data[: len(data) // 2])
     settings = tiny_settings | {"model_name_or_path": str(folder), "output_dir": str(tmp_path / "run")}
     world = run(1, settings, expected=2)
-    line = world.output().strip()
+    (line,) = [line for line in world.output().splitlines() if line.startswith("error: ")]
     assert line.startswith("error: model_name_or_path"), line
+    assert "Traceback" not in world.output()
     assert words in line
     assert str(folder) in line
-    assert "\n" not in line
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"max_length": 65}, "it reads 64 tokens at most: set max_length to that or less, not 65"),
+        ({"torch_compile": True, "torch_compile_backend": "inductr"}, "there is no inductr, but"),
+    ],
+)
+def test_settings_that_do_not_fit_are_one_line(changed, words, tiny_settings, tmp_path):
+    world = run(1, tiny_settings | changed | {"output_dir": str(tmp_path / "run")}, expected=2)
+    (line,) = world.output().strip().splitlines()
+    assert words in line
 
 
 def test_fp16_without_a_gpu_is_one_line(tiny_settings, tmp_path):

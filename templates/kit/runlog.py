@@ -153,6 +153,8 @@ class RunDirectory:
         self._write_facts()
         # Who reads the settings again to go on must not delete the run by it.
         save_settings(replace(self.settings, overwrite_output_dir=False), self.path / "settings.yaml")
+        for old in self.path.glob(".start_*"):  # of a start that was killed at once
+            old.unlink()
         token = f".start_{uuid.uuid4().hex}"
         (self.path / token).touch()
         return token

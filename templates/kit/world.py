@@ -44,6 +44,12 @@ def check_precision(mixed_precision: str | None) -> None:
         )
 
 
+def check_compile(torch_compile: bool, backend: str) -> None:
+    """Refuse a backend of torch.compile that PyTorch does not know."""
+    if torch_compile and backend not in (known := torch.compiler.list_backends(exclude_tags=())):
+        raise UserError(f"torch_compile_backend: there is no {backend}, but {', '.join(known)}")
+
+
 def build_accelerator(mixed_precision: str | None, ddp_timeout: float):
     """Return the Accelerator of this process, on the CPU (gloo) where no accelerator device is visible.
 
