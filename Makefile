@@ -88,8 +88,10 @@ bench-images: environment ## measure the input pipeline (TEMPLATES_DATA=FOLDER: 
 new: ## start a project of your own (TEMPLATE=text_classification DEST=../mine)
 	@case "$(TEMPLATE)" in blank|image_classification|text_classification) test -n "$(DEST)" ;; *) false ;; esac || { \
 		echo "error: make new TEMPLATE=blank|image_classification|text_classification DEST=FOLDER" >&2; exit 2; }
-	@if [ -f "$(DEST)" ] || [ -n "$$(ls -A "$(DEST)" 2>/dev/null)" ]; then \
-		echo "error: $(DEST) is not empty: give a new folder" >&2; exit 2; fi
+	@say() { echo "error: $(DEST) $$1: give a new folder" >&2; exit 2; }; \
+		if [ -f "$(DEST)" ]; then say "is a file"; fi; \
+		mkdir -p "$(DEST)" 2>/dev/null && test -w "$(DEST)" || say "cannot be made"; \
+		test -z "$$(ls -A "$(DEST)")" || say "is not empty"
 	@$(MAKE) --no-print-directory environment
 	@commit=$$(git rev-parse HEAD 2>/dev/null || true); "$(VENV)/bin/copier" copy --defaults $${commit:+--vcs-ref $$commit} \
 		--data template=$(TEMPLATE) "$(CURDIR)" "$(DEST)"

@@ -283,7 +283,7 @@ def build_model(settings: Settings, num_classes: int):
         raise UserError(
             f"model_name_or_path {settings.model_name_or_path}: cannot be loaded ({one_line(error)[:200]}). Ways on:"
             f" {hint}a folder or file with timm weights, a cache (HF_HOME) filled on a machine with a network,"
-            " --pretrained false, or `make demo-images`"
+            " --pretrained false"
         ) from error
     preprocessing = timm.data.resolve_data_config({"img_size": settings.image_size}, model=model)
     if settings.freeze_backbone:

@@ -7,6 +7,11 @@ before anything is started. One process replaces this one, so that signals reach
 Accelerate's own launcher. Exit code: 0 done, 2 a mistake, 75 stopped after saving, else a failure.
 """
 
+from kit.stopping import EXIT_STOPPED, catch_signals
+
+if __name__ == "__main__":
+    catch_signals()  # before the slow imports below
+
 import importlib.util
 import json
 import os
@@ -14,7 +19,6 @@ import sys
 from pathlib import Path
 
 from kit.settings import MachineError, UserError, exit_codes, one_line, parse_settings
-from kit.stopping import EXIT_STOPPED
 from kit.world import asks_for_cpu, visible_cores
 
 MEETING_TIMEOUT = 300  # seconds that the machines of a run wait for each other
@@ -52,7 +56,9 @@ def read_profile(path: Path) -> dict:
 def check_devices(profile: dict, num_processes: int, num_machines: int, name: str, num_devices: int) -> None:
     """Refuse a number of processes that this machine or the profile cannot give. `num_devices` 0 means a CPU."""
     starts_several = profile["distributed_type"] in STARTS_SEVERAL
-    if num_processes < 1 or num_machines < 1 or num_processes % num_machines:
+    if num_processes < 1 or num_machines < 1:
+        raise UserError(f"{num_processes} processes on {num_machines} machines ({name}): give 1 at least")
+    if num_processes % num_machines:
         raise UserError(
             f"{num_processes} processes on {num_machines} machines ({name}): give a multiple of the machines"
         )
@@ -156,7 +162,11 @@ def main(arguments: list[str]) -> int:
     except ChildFailedError as error:
         return exit_code_of(output_dir, [failure.exitcode for failure in error.failures.values()])
     except SignalException:
-        return exit_code_of(output_dir, [])
+        code = exit_code_of(output_dir, [])
+        if code != EXIT_STOPPED and not (Path(output_dir or "") / "metrics.jsonl").exists():
+            print("stopped    before the first step: there is nothing to save", flush=True)
+            return EXIT_STOPPED
+        return code
     except (torch.distributed.DistError, RendezvousError) as error:
         raise MachineError(
             f"{where or 'the processes of this machine'}: they did not find each other ({one_line(error)[:200]}). Is"

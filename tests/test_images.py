@@ -659,7 +659,13 @@ def test_a_scan_tells_duplicates_and_which_of_them_leak(tmp_path):
         ["train/a/copy.jpg", "train/b/1.jpg"],
     ]
     assert run_script("examples/resnet50_pets/check_data.py", "--data_dir", str(tmp_path)) == 1
+    assert [sorted(group) for group in scan(find_images(data_dir=str(tmp_path))).contradictions] == [
+        ["test/b/leak.jpg", "train/a/2.jpg"],
+        ["train/a/copy.jpg", "train/b/1.jpg"],
+    ]
     (tmp_path / "test/b/leak.jpg").unlink()
+    assert run_script("examples/resnet50_pets/check_data.py", "--data_dir", str(tmp_path)) == 1
+    (tmp_path / "train/a/copy.jpg").write_bytes((tmp_path / "train/a/2.jpg").read_bytes())
     assert run_script("examples/resnet50_pets/check_data.py", "--data_dir", str(tmp_path)) == 0
 
 

@@ -89,7 +89,10 @@ def test_an_unknown_profile_lists_those_there_are():
         (["blank.py"], "give a profile"),
         (["--config_file"], "config-file: expected one argument"),
         (["--config_file=multi_cpu.yaml", "--num_processes", "two", "blank.py"], "invalid int value: 'two'"),
-        (["--config_file=multi_cpu.yaml", "--num_processes", "0", "blank.py"], "0 processes on 1 machines"),
+        (
+            ["--config_file=multi_cpu.yaml", "--num_processes", "0", "blank.py"],
+            "0 processes on .*give 1 at least",
+        ),
         (["--config_file=multi_cpu.yaml", "nothing.py"], "there is no script nothing.py"),
         (["--config_file=multi_cpu.yaml"], "required: training_script"),
     ],

@@ -138,7 +138,7 @@ def test_the_learning_rate_goes_on_where_it_was(tiny_settings, tmp_path):
     for call in (7, 15):  # inside the warm-up and after it
         here = settings | {"output_dir": str(tmp_path / f"run{call}")}
         fault = {"FAULT": json.dumps({"call": call})}
-        World(2, here, patches=["faults:die_in_window"], environment=fault).wait()
+        assert -signal.SIGKILL in World(2, here, patches=["faults:die_in_window"], environment=fault).wait()
         run(2, here)
         rates = [
             [row["learning_rate"] for row in lines(folder, "loss")]

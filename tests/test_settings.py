@@ -49,18 +49,25 @@ RECIPES = {
     "seed: -1": "seed: '-1' is not a whole number >= 0 (recipe {})",
     "mixed_precision: no": "is not one of no, fp16, bf16 (recipe {}); quote it in YAML: 'no'",
     "- a": "recipe {}: ",
-    "a: [1": "recipe {}: ",
-    "": "recipe {}: ",
+    "a: [1": "recipe {}: it is not YAML",
+    "": "recipe {}: not a line for each setting",
+    "seed: 2.5": "seed: '2.5' is not a whole number >= 0 (recipe {})",
+    "num_train_epochs: [1, 2]": "num_train_epochs: '[1, 2]' is not a whole number > 0 (recipe {})",
+    "global_batch_size: true": "global_batch_size: 'True' is not a whole number > 0 (recipe {})",
+    "seed: 1\nseed: 2": "recipe {}: seed is there twice",
+    "1: 2": "recipe {}: 1 is no name of a setting",
+    b"\xff\xfe": "recipe {}: it is not YAML",
 }
 
 
 @pytest.mark.parametrize(("text", "words"), RECIPES.items())
 def test_a_mistake_in_a_recipe_names_the_recipe(text, words, tmp_path):
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(text)
+    recipe.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(UserError) as caught:
         parse_settings(Settings, "", ["--config", str(recipe)])
     assert words.format(recipe) in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_missing_recipe_is_named(tmp_path):

@@ -8,16 +8,22 @@ WORDS = "alpha beta gamma delta cat dog tree house runs sleeps eats sees blue re
 
 
 def write_pairs(path: Path, count: int, seed: int = 0, labels=(0, 1)) -> Path:
-    """Write PAIRS(count): sentence1, sentence2, label, idx, as JSON lines. Lengths differ a lot."""
+    """Write PAIRS(count): sentence1, sentence2, label, idx, as JSON lines. Lengths differ a lot.
+
+    The first label speaks with the first two thirds of WORDS, any other with the last: it can be learned.
+    """
     draw = random.Random(f"{path.stem} {seed}")
 
-    def sentence() -> str:
-        return " ".join(draw.choice(WORDS) for _ in range(draw.randint(2, 24)))
+    def sentence(label) -> str:
+        words = WORDS[:16] if label == labels[0] else WORDS[8:]
+        return " ".join(draw.choice(words) for _ in range(draw.randint(2, 24)))
 
+    drawn = [draw.choice(labels) for _ in range(count)]
+    drawn[0], drawn[1 % count] = labels[0], labels[-1]
     rows = [
-        {"sentence1": sentence(), "sentence2": sentence(), "label": draw.choice(labels), "idx": i} for i in range(count)
+        {"sentence1": sentence(label), "sentence2": sentence(label), "label": label, "idx": i}
+        for i, label in enumerate(drawn)
     ]
-    rows[0]["label"], rows[1 % count]["label"] = labels[0], labels[-1]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     return path
 

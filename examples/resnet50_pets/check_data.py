@@ -35,6 +35,7 @@ def show(splits: ImageSplits, report: ScanReport) -> None:
     for title, lines in (
         ("bad, cannot be used", [f"{reason}" for reason in report.bad.values()]),
         ("odd, used all the same", [f"{name}: {remark}" for name, remark in report.odd.items()]),
+        ("the same bytes in two classes", [" = ".join(names) for names in report.contradictions]),
         ("the same bytes on both sides, of training and of a test", [" = ".join(names) for names in report.leaks]),
         (
             "the same bytes twice on one side",
@@ -67,7 +68,7 @@ def main() -> int:
             "classes": class_counts(splits),
         }
         arguments.json.write_text(json.dumps(result, indent=1), "utf-8")
-    return 1 if report.bad or report.leaks else 0
+    return 1 if report.bad or report.leaks or report.contradictions else 0
 
 
 if __name__ == "__main__":

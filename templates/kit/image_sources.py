@@ -26,7 +26,7 @@ SPLIT_NAMES = {
     "test": "test",
 }
 UNLABELLED = ""  # in place of a class
-WAYS_ON = "Ways on: a folder of images (--data_dir); a filled cache of a machine that has it; make demo-images"
+WAYS_ON = "Ways on: a folder of images (--data_dir); a filled cache of a machine that has it"
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,8 @@ def check_images(splits: ImageSplits, folder: Path, skip_bad_images: bool) -> Im
         return leave_out(splits, bad)
     shown = [*list(bad.values())[:5], *([f"and {len(bad) - 5} more"] if len(bad) > 5 else [])]
     raise UserError(
-        f"{len(bad)} of {len(items)} images cannot be used: {'; '.join(shown)}. Take them out (make check-data lists"
-        " all), or leave them out of this run with --skip_bad_images true"
+        f"{len(bad)} of {len(items)} images cannot be used: {'; '.join(shown)}. Take them out (all are named in"
+        f" {path}), or leave them out of this run with --skip_bad_images true"
     )
 
 
@@ -370,6 +370,7 @@ class ScanReport:
     odd: dict[str, str]  # {name: what is unusual}, used all the same
     duplicates: list[list[str]]  # groups of files with the same bytes
     leaks: list[list[str]]  # the groups of which not all are in the same split; a carved validation counts as train
+    contradictions: list[list[str]]  # the groups of more than one class
 
 
 def scan(splits: ImageSplits, num_workers: int | None = None) -> ScanReport:
@@ -394,7 +395,9 @@ def scan(splits: ImageSplits, num_workers: int | None = None) -> ScanReport:
     split_of = {item.name: side.get(split, split) for split, part in parts.items() for item in part}
     duplicates = [names for names in same.values() if len(names) > 1]
     leaks = [names for names in duplicates if len({split_of[name] for name in names}) > 1]
-    return ScanReport(len(items), bad, odd, duplicates, leaks)
+    classes = {item.name: item.label for item in items if item.label >= 0}
+    contradictions = [names for names in duplicates if len({classes[name] for name in names if name in classes}) > 1]
+    return ScanReport(len(items), bad, odd, duplicates, leaks, contradictions)
 
 
 def _look(item: ImageItem, tables: dict) -> tuple[str, str, bytes]:

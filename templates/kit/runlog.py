@@ -369,7 +369,9 @@ def _plain(value):
 
 
 def _short(value: float) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+    return str(value)
 
 
 def _versions() -> dict[str, str]:

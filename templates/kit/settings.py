@@ -99,10 +99,11 @@ def parse_settings(settings_class, description: str, args: list[str] | None = No
     parser.add_argument("--config", action=jsonargparse.ActionConfigFile, help="A recipe: YAML with these settings.")
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser.add_class_arguments(settings_class)
+    given = {name: value for recipe in _recipes(args) for name, value in _read_recipe(recipe).items()}
     try:
         values = parser.parse_args(args)
     except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
-        raise UserError(_explain(str(error), settings_class, args)) from None
+        raise UserError(_explain(str(error), settings_class, args, given)) from None
     recipes = [str(path) for path in values.pop("config", None) or []]
     for name, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -117,7 +118,30 @@ def _options(args: list[str]) -> list[str]:
     return [arg[2:].split("=")[0].rstrip("+") for arg in args if arg.startswith("--") and arg[2:8] != "config"]
 
 
-def _explain(message: str, settings_class, args: list[str]) -> str:
+def _read_recipe(path: str) -> dict:
+    """Return the names and values of a recipe. Raises `UserError` for what YAML would take without a word."""
+    import yaml
+
+    try:
+        text = Path(path).expanduser().read_text("utf-8")
+        tree = yaml.compose(text, yaml.SafeLoader)
+        values = yaml.safe_load(text)
+    except OSError as error:
+        raise UserError(f"--config: {path} cannot be read ({error.strerror})") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"recipe {path}: it is not YAML ({one_line(error)})") from None
+    if not isinstance(values, dict):
+        raise UserError(f"recipe {path}: not a line for each setting, as 'seed: 42'")
+    names = [key.value for key, _ in tree.value]
+    twice = [name for name in names if names.count(name) > 1]
+    wrong = [key for key in values if not isinstance(key, str)]
+    if twice or wrong:
+        fault = f"{twice[0]} is there twice" if twice else f"{wrong[0]!r} is no name of a setting"
+        raise UserError(f"recipe {path}: {fault}")
+    return values
+
+
+def _explain(message: str, settings_class, args: list[str], given: dict) -> str:
     """Return the parser's message as one line with the name, the value, the place and the cure."""
     types = typing.get_type_hints(settings_class)
     unknown = re.search(
@@ -135,8 +159,10 @@ def _explain(message: str, settings_class, args: list[str]) -> str:
     if key and key[1] == "config":
         return f"--config: {one_line(message.split(':', 1)[1])}"
     if key and key[1] in types:
-        given = re.search(r"(?:Given value|Got value): (.*)|: (\S+) does not conform|'(.*)'$", message)
-        value = f"{next(text for text in given.groups() if text is not None).strip()!r} " if given else "it "
+        found = re.search(r"(?:Given value|Got value): (.*)|: (\S+) does not conform|'(.*)'$", message)
+        value = f"{next(text for text in found.groups() if text is not None).strip()!r} " if found else "it "
+        if key[1] in given and key[1] not in _options(args):
+            value = f"{str(given[key[1]])!r} "
         wanted = _spell(types[key[1]])
         hint = "; quote it in YAML: 'no'" if "'False'" in value and "of no," in wanted else ""
         return f"{key[1]}: {value}is not {wanted} ({_place(key[1], args)}){hint}"

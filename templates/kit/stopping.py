@@ -58,8 +58,10 @@ def _on_signal(number, frame) -> None:
         _received = (number, now)
     # The same signal often comes twice (from the terminal or scheduler, and from the launcher): only a person who
     # presses Ctrl-C again, seconds later, wants it to end at once.
-    if not _is_deferred or (number == signal.SIGINT and now - _received[1] > 3):
+    if number == signal.SIGINT and now - _received[1] > 3:
         raise SystemExit(EXIT_STOPPED)
+    if not _is_deferred:
+        os._exit(EXIT_STOPPED)  # an exception could be swallowed in the middle of an import; there is nothing to save
 
 
 class Stopper:
