@@ -170,6 +170,15 @@ def test_a_signal_to_the_launcher_saves_and_exits_with_75(profile, number, tiny_
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
 
 
+def test_ctrl_c_before_the_first_step_ends_everything_at_once(tiny_settings, tmp_path):
+    process = start("multi_cpu", tiny_settings | {"output_dir": tmp_path / "run"}, start_new_session=True)
+    time.sleep(3)  # in the slow imports
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 75, output
+    assert "Traceback" not in output
+
+
 def test_on_a_terminal_there_is_a_bar_and_closing_it_saves_and_stops(tiny_settings, tmp_path):
     import fcntl
     import pty

@@ -1,6 +1,7 @@
 """The rules of the house that can be read off the source: each looks at every file, and at some."""
 
 import ast
+import re
 import subprocess
 
 import pytest
@@ -80,3 +81,26 @@ def test_committed_files_name_no_path_of_one_machine():
         if path.suffix in (".py", ".md", ".yaml", ".yml", ".toml", ".jinja", "") and path.is_file():
             text = path.read_text("utf-8")
             assert not [word for word in words if word in text], name
+
+
+def targets_of(makefile) -> set[str]:
+    return set(re.findall(r"^([a-z][a-z0-9-]*):", makefile.read_text("utf-8"), re.MULTILINE))
+
+
+def test_every_make_target_that_a_text_names_is_there():
+    """What travels into projects names only what is there too."""
+    here, there = targets_of(REPOSITORY / "Makefile"), targets_of(TEMPLATES / "_project" / "Makefile.jinja")
+    files = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    named = 0
+    for path in map(REPOSITORY.joinpath, files.splitlines()):
+        if (
+            path.suffix not in (".md", ".py", ".yaml", ".yml", ".jinja")
+            or path.is_symlink()
+            or path.parent.name == "tests"
+        ):
+            continue
+        is_travelling = TEMPLATES in path.parents
+        for name in re.findall(r"(?:^|`|[;#(] +)make ([a-z][a-z0-9-]+)\b(?!\.)", path.read_text("utf-8"), re.MULTILINE):
+            assert name in (there if is_travelling else here | there), f"{path}: make {name}"
+            named += 1
+    assert named > 30
