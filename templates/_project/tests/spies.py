@@ -104,7 +104,11 @@ def count_exchanges(script) -> None:
         accelerator.prepare = seeing_prepare
         return accelerator
 
-    script.build_accelerator = seeing_build
+    def again(*_):
+        with open(f"{os.environ['SPY']}.txt", "a") as file:
+            file.write("once is enough: ")
+
+    script.build_accelerator, script.average_gradients = seeing_build, again
 
 
 def worse_each_time(script) -> None:
