@@ -7,28 +7,27 @@ from pathlib import Path
 WORDS = "alpha beta gamma delta cat dog tree house runs sleeps eats sees blue red green old new small large".split()
 
 
-def write_pairs(path: Path, count: int, seed: int = 0, labels=(0, 1)) -> Path:
+def write_pairs(path: Path, count: int, seed: int = 0, labels=(0, 1), learnable: bool = False) -> Path:
     """Write PAIRS(count): sentence1, sentence2, label, idx, as JSON lines. Lengths differ a lot.
 
-    The first label speaks with the first two thirds of WORDS, any other with the last: it can be learned.
+    The labels have nothing to do with the words, unless they shall be `learnable`: then the first label has the first
+    two thirds of WORDS, the others have the last.
     """
     draw = random.Random(f"{path.stem} {seed}")
 
-    def sentence(label) -> str:
-        words = WORDS[:16] if label == labels[0] else WORDS[8:]
+    def sentence(words) -> str:
         return " ".join(draw.choice(words) for _ in range(draw.randint(2, 24)))
 
-    drawn = [draw.choice(labels) for _ in range(count)]
-    drawn[0], drawn[1 % count] = labels[0], labels[-1]
-    rows = [
-        {"sentence1": sentence(label), "sentence2": sentence(label), "label": label, "idx": i}
-        for i, label in enumerate(drawn)
-    ]
+    rows = []
+    for i in range(count):
+        label = draw.choice(labels) if i > 1 else labels[-i]
+        words = WORDS if not learnable else WORDS[:16] if label == labels[0] else WORDS[8:]
+        rows.append({"sentence1": sentence(words), "sentence2": sentence(words), "label": label, "idx": i})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     return path
 
 
-def make_tiny(folder: Path) -> Path:
+def make_tiny(folder: Path, learnable: bool = False) -> Path:
     """Fill a folder with TINY-BERT in bert/ (dropout on) and bert_still/ (dropout off), and PAIRS as *.jsonl."""
     import torch
     from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
@@ -53,7 +52,7 @@ def make_tiny(folder: Path) -> Path:
         BertForSequenceClassification(config).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     for split, count in (("train", 37), ("validation", 13), ("test", 11)):
-        write_pairs(folder / f"{split}.jsonl", count)
+        write_pairs(folder / f"{split}.jsonl", count, learnable=learnable)
     return folder
 
 

@@ -60,6 +60,11 @@ def build_accelerator(mixed_precision: str | None, ddp_timeout: float):
     from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, InitProcessGroupKwargs
 
     check_precision(mixed_precision)
+    # No exchange of buffers in each forward pass: one that fails on one process would leave the others waiting. Buffers
+    # are statistics; they matter when a model is judged, and `share_buffers` is called there. By torch's name for it,
+    # which Accelerate 1.15 does not know.
+    ddp = DistributedDataParallelKwargs()
+    ddp.to_kwargs = lambda: {"forward_sync_buffers": False}
     accelerator = Accelerator(
         cpu=is_on_cpu(),
         mixed_precision=mixed_precision,
@@ -67,9 +72,7 @@ def build_accelerator(mixed_precision: str | None, ddp_timeout: float):
         dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True),
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=timedelta(seconds=ddp_timeout)),
-            # Not in each forward pass: one that fails on one process would leave the others waiting. Buffers are
-            # statistics; they matter when a model is judged, and `share_buffers` is called there.
-            DistributedDataParallelKwargs(broadcast_buffers=False),
+            ddp,
         ],
     )
     launched = int(os.environ.get("WORLD_SIZE", "1"))
