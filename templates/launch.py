@@ -147,6 +147,8 @@ def main(arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
+    from kit.runlog import has_progress
+
     os.environ["ACCELERATE_MIXED_PRECISION"] = options.mixed_precision or profile.get("mixed_precision", "no")
     output_dir = check_script(script, options.training_script_args, reads_data=True)
     where = ""
@@ -163,7 +165,7 @@ def main(arguments: list[str]) -> int:
         return exit_code_of(output_dir, [failure.exitcode for failure in error.failures.values()])
     except SignalException:
         code = exit_code_of(output_dir, [])
-        if code != EXIT_STOPPED and not (Path(output_dir or "") / "metrics.jsonl").exists():
+        if code != EXIT_STOPPED and output_dir and not has_progress(Path(output_dir)):
             print("stopped    before the first step: there is nothing to save", flush=True)
             return EXIT_STOPPED
         return code

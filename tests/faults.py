@@ -175,12 +175,13 @@ def own_folder(template) -> None:
 
 
 def slow_disk(template) -> None:
+    """Let each checkpoint take half a second to write, or as many `seconds` as are asked for."""
     from kit import checkpoints
 
     write = checkpoints.write
 
     def replaced(*arguments):
-        time.sleep(2)
+        time.sleep(_options().get("seconds", 0.5))
         return write(*arguments)
 
     checkpoints.write = replaced

@@ -143,6 +143,7 @@ def test_lengths_of_a_data_set_are_read_once():
 
     column = datasets.Dataset.from_dict({"length": list(range(20))})["length"]
     assert torch.equal(StepSampler(20, 4, 2, 1, 0, 5, column).lengths, torch.arange(20))
+    assert torch.equal(EvaluationSampler(20, 4, 1, column).lengths, torch.arange(20))
     assert list(EvaluationSampler(20, 4, 1, column))
 
 

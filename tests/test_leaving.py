@@ -32,7 +32,7 @@ def test_an_exception_on_one_process_ends_all_with_the_true_cause(tiny_settings,
 
 
 def test_a_checkpoint_that_is_being_written_is_completed_when_another_process_fails(tiny_settings, tmp_path):
-    fault = {"FAULT": json.dumps({"rank": 1, "call": 7})}  # two micro-batches a step: in step 4
+    fault = {"FAULT": json.dumps({"rank": 1, "call": 7, "seconds": 3})}  # two micro-batches a step: in step 4
     settings = tiny_settings | {"output_dir": str(tmp_path / "run"), "checkpointing_steps": 3, "eval_steps": 100}
     world = World(2, settings, patches=["faults:raise_in_window", "faults:slow_disk"], environment=fault)
     assert all(world.wait()), world.output()

@@ -3,6 +3,7 @@
 import ast
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -69,18 +70,21 @@ def test_workers_get_functions_that_every_start_method_can_send():
                 assert not [part for part in ast.walk(node) if isinstance(part, ast.Lambda)], path.name
 
 
-def test_committed_files_name_no_path_of_one_machine():
+def committed_files(*suffixes: str) -> list[Path]:
+    """Return the committed files with these suffixes."""
     listed = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("not a git checkout")
-    names = listed.stdout.splitlines()
-    assert len(names) > 30
+    paths = [REPOSITORY / name for name in listed.stdout.splitlines()]
+    assert len(paths) > 30
+    return [path for path in paths if path.suffix in suffixes and path.is_file()]
+
+
+def test_committed_files_name_no_path_of_one_machine():
     words = ["/wo" + "rk/", "/ro" + "ot/", "/fa" + "rm/", "pypi" + ".org"]
-    for name in names:
-        path = REPOSITORY / name
-        if path.suffix in (".py", ".md", ".yaml", ".yml", ".toml", ".jinja", "") and path.is_file():
-            text = path.read_text("utf-8")
-            assert not [word for word in words if word in text], name
+    for path in committed_files(".py", ".md", ".yaml", ".yml", ".toml", ".jinja", ""):
+        text = path.read_text("utf-8")
+        assert not [word for word in words if word in text], path
 
 
 def targets_of(makefile) -> set[str]:
@@ -90,14 +94,9 @@ def targets_of(makefile) -> set[str]:
 def test_every_make_target_that_a_text_names_is_there():
     """What travels into projects names only what is there too."""
     here, there = targets_of(REPOSITORY / "Makefile"), targets_of(TEMPLATES / "_project" / "Makefile.jinja")
-    files = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
     named = 0
-    for path in map(REPOSITORY.joinpath, files.splitlines()):
-        if (
-            path.suffix not in (".md", ".py", ".yaml", ".yml", ".jinja")
-            or path.is_symlink()
-            or path.parent.name == "tests"
-        ):
+    for path in committed_files(".md", ".py", ".yaml", ".yml", ".jinja"):
+        if path.is_symlink() or path.parent.name == "tests":
             continue
         is_travelling = TEMPLATES in path.parents
         for name in re.findall(r"(?:^|`|[;#(] +)make ([a-z][a-z0-9-]+)\b(?!\.)", path.read_text("utf-8"), re.MULTILINE):

@@ -112,6 +112,11 @@ def generators_kept():
                 numpy.random.set_state(before[1])
 
 
+def _read_lengths(lengths: Sequence[int] | None) -> torch.Tensor | None:
+    """Return the lengths as a tensor, read once: [:] makes a list of a data set's column, which is slow by itself."""
+    return None if lengths is None else torch.as_tensor(lengths[:])
+
+
 @dataclass
 class StepSampler(Sampler):
     """Batch sampler of a whole training run: steps 1 to `total_steps`, of `global_batch_size` samples each.
@@ -134,8 +139,7 @@ class StepSampler(Sampler):
 
     def __post_init__(self):
         assert self.num_samples > 0 and self.global_batch_size > 0 and self.micro_batch_size > 0
-        if self.lengths is not None:
-            self.lengths = torch.as_tensor(self.lengths[:])  # [:] makes a list of a data set's column, which is slow
+        self.lengths = _read_lengths(self.lengths)
         self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
 
     @property
@@ -270,6 +274,9 @@ class EvaluationSampler(Sampler):
     num_processes: int
     lengths: Sequence[int] | None = None
 
+    def __post_init__(self):
+        self.lengths = _read_lengths(self.lengths)
+
     def __len__(self) -> int:
         batches = -(-self.num_samples // self.eval_batch_size)
         return -(-batches // self.num_processes) * self.num_processes
@@ -277,7 +284,7 @@ class EvaluationSampler(Sampler):
     def __iter__(self) -> Iterator[list[Sample]]:
         order = torch.arange(self.num_samples)
         if self.lengths is not None:
-            order = torch.as_tensor(self.lengths[:]).argsort(stable=True)
+            order = self.lengths.argsort(stable=True)
         batches = [[Sample(i, 0, 1.0) for i in part.tolist()] for part in order.split(self.eval_batch_size)]
         yield from batches
         yield from [[Sample(int(order[0]), 0, 0.0)]] * (len(self) - len(batches))

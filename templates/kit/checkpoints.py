@@ -264,7 +264,7 @@ def adopt(path: Path, folder: Path, best_step: int | None) -> Path:
     step = json.loads((path / MANIFEST).read_text("utf-8"))["step"]
     sources = {best_step: path.with_name(folder_name(best_step))} if best_step is not None else {}
     for number, source in {**sources, step: path}.items():  # the chosen one last: when it is here, all is
-        if fault_of(source) is None:
+        if source == path or fault_of(source) is None:  # `choose` has looked at the chosen one
             final = folder / folder_name(number)
             temporary = final.with_name(final.name + TEMPORARY)
             shutil.copytree(source, temporary, dirs_exist_ok=True)

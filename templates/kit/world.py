@@ -70,10 +70,7 @@ def build_accelerator(mixed_precision: str | None, ddp_timeout: float):
         mixed_precision=mixed_precision,
         # The batch samplers deal the samples; a batch that Accelerate adds or repeats would count twice.
         dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True),
-        kwargs_handlers=[
-            InitProcessGroupKwargs(timeout=timedelta(seconds=ddp_timeout)),
-            ddp,
-        ],
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=ddp_timeout)), ddp],
     )
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != accelerator.num_processes:

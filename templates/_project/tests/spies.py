@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import sys
-import time
 from types import SimpleNamespace
 
 import torch
@@ -201,17 +200,6 @@ def hide_test_labels(script) -> None:
         return write(*arguments)
 
     script.predict, script.write_predictions = replaced, noting
-
-
-def slow_disk(script) -> None:
-    """Let each checkpoint take half a second to write."""
-    write = script.checkpoints.write
-
-    def replaced(*arguments):
-        time.sleep(0.5)
-        return write(*arguments)
-
-    script.checkpoints.write = replaced
 
 
 def note_exports(script) -> None:

@@ -221,7 +221,7 @@ def test_the_export_waits_for_a_slow_disk(settings, tmp_path):
     here = settings | {"output_dir": str(tmp_path / "run"), "checkpointing_steps": 100, "eval_steps": 100}
     if "metric_for_best_model" in OPTIONS:
         here["metric_for_best_model"] = "loss"
-    run(1, here, patches=["spies:better_each_time", "spies:slow_disk"])
+    run(1, here, patches=["spies:better_each_time", "faults:slow_disk"])
     assert facts(tmp_path / "run")["results"]["best_step"] == 10
     assert same_weights(tmp_path / "run" / "best", tmp_path / "run" / "final")
 
@@ -250,7 +250,7 @@ def test_killed_it_goes_on_exactly(fault, call, settings, unbroken, tmp_path):
 def test_after_a_signal_it_saves_and_goes_on_exactly(fault, settings, unbroken, tmp_path):
     output_dir = tmp_path / "run"
     here = settings | {"output_dir": str(output_dir)}
-    world = start(2, here, fault, patches=["spies:slow_disk"], call=1, rank=1)
+    world = start(2, here, fault, patches=["faults:slow_disk"], call=1, rank=1)
     if fault == "slow_steps":
         world.wait_for(lambda: (output_dir / "metrics.jsonl").exists() and lines(output_dir))
         world.signal(signal.SIGTERM, rank=1)
