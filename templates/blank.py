@@ -18,9 +18,10 @@ from torch.utils.data import Dataset, default_collate
 
 from kit import checkpoints
 from kit.batches import EvaluationSampler, StepSampler, build_loader, seed_all
+from kit.errors import exit_codes
 from kit.evaluation import Progress, gather_in_order, is_due, note_evaluation
 from kit.runlog import RunDirectory, check_run_directory as check
-from kit.settings import exit_codes, parse_settings
+from kit.settings import parse_settings
 from kit.world import build_accelerator, describe_world, share_buffers
 
 

@@ -37,13 +37,14 @@ from torch.utils.data import default_collate
 from kit import checkpoints
 from kit.batches import EvaluationSampler, StepSampler, build_loader, seed_all
 from kit.batchnorm import describe_batchnorm, min_micro_batch_size, synchronise_batchnorm
+from kit.errors import UserError, exit_codes, one_line
 from kit.evaluation import Progress, gather_in_order, is_due, note_evaluation
 from kit.image_cache import open_cache
 from kit.image_sources import PETS, ImageSplits, check_images, find_images
 from kit.images import BatchTransform, ImageDataset
 from kit.memory import MemoryGuard, half_of, largest_that_fits
 from kit.runlog import RunDirectory, check_run_directory
-from kit.settings import UserError, exit_codes, one_line, parse_settings
+from kit.settings import parse_settings
 from kit.world import (
     FirstOnNode,
     average_gradients,

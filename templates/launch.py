@@ -18,7 +18,8 @@ import os
 import sys
 from pathlib import Path
 
-from kit.settings import MachineError, UserError, exit_codes, one_line, parse_settings
+from kit.errors import MachineError, UserError, exit_codes, one_line
+from kit.settings import parse_settings
 from kit.world import asks_for_cpu, visible_cores
 
 MEETING_TIMEOUT = 300  # seconds that the machines of a run wait for each other

@@ -34,10 +34,11 @@ from jsonargparse.typing import (
 
 from kit import checkpoints
 from kit.batches import EvaluationSampler, StepSampler, build_loader, seed_all
+from kit.errors import UserError, exit_codes, one_line
 from kit.evaluation import Progress, gather_in_order, is_due, note_evaluation
 from kit.memory import MemoryGuard, half_of, largest_that_fits
 from kit.runlog import RunDirectory, check_run_directory
-from kit.settings import UserError, exit_codes, one_line, parse_settings
+from kit.settings import parse_settings
 from kit.tables import TextSplits, check_text_sources, read_text_splits
 from kit.world import (
     FirstOnNode,

@@ -12,7 +12,7 @@ import torch
 
 from kit import checkpoints
 from kit.checkpoints import CheckpointWriter, choose, fault_of, folder_name, prune, restore, snapshot, write
-from kit.settings import MachineError, UserError
+from kit.errors import MachineError, UserError
 from worlds import World, lines, numbers, run, same_weights
 
 

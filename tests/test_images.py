@@ -24,10 +24,10 @@ from torchvision.transforms import v2
 
 from kit import image_cache, images
 from kit.batches import Sample, WeightedSamples
+from kit.errors import UserError
 from kit.image_cache import open_cache
 from kit.image_sources import check_images, class_from_name, find_images, leave_out, scan
 from kit.images import Box, EncodedImage, ImageDataset, centre_box, decode, random_box, resized_crop
-from kit.settings import UserError
 
 ROOT = Path(__file__).parent.parent
 TRAINING = {"crop_scale": (0.08, 1.0), "augment": v2.Compose([v2.RandomHorizontalFlip()])}

@@ -14,7 +14,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 import launch
 from conftest import REPOSITORY, TEMPLATES
-from kit.settings import UserError
+from kit.errors import UserError
 from worlds import lines
 
 PROFILES = sorted((REPOSITORY / "configs").glob("*.yaml"))

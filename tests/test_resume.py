@@ -11,8 +11,8 @@ import pytest
 from safetensors.torch import load_file
 
 import worlds
+from kit.errors import UserError
 from kit.runlog import check_run_directory
-from kit.settings import UserError
 from text_classification import Settings
 from worlds import World, largest_difference, lines, numbers, run, same_weights
 

@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from conftest import TEMPLATES
-from kit.settings import NEUTRAL, UserError, parse_settings, save_settings
+from kit.errors import UserError
+from kit.settings import NEUTRAL, parse_settings, save_settings
 from text_classification import Settings
 
 MISTAKES = {

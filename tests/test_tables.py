@@ -9,7 +9,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from kit.settings import UserError
+from kit.errors import UserError
 from kit.tables import read_text_splits
 
 ROWS = [{"text": f"words number {i}", "label": "yes" if i % 3 else "no"} for i in range(12)]

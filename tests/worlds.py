@@ -45,7 +45,7 @@ def _child(template: str, settings: dict, environment: dict, log: str, patches: 
 
     torch.set_num_threads(1)
     multiprocessing.set_start_method(start_method, force=True)  # of data-loading workers, not the fork server's
-    from kit.settings import exit_codes
+    from kit.errors import exit_codes
     from kit.stopping import catch_signals
 
     catch_signals()

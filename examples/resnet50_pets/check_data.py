@@ -13,8 +13,8 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
+from kit.errors import exit_codes
 from kit.image_sources import ImageSplits, ScanReport, find_images, scan
-from kit.settings import exit_codes
 
 
 def class_counts(splits: ImageSplits) -> dict[str, dict[str, int]]:

@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from kit.settings import MachineError, UserError
+from kit.errors import WRITER, MachineError, UserError
 
 MANIFEST = "manifest.json"
 TEMPORARY = ".tmp"
@@ -118,7 +118,7 @@ class CheckpointWriter:
         began = time.perf_counter()
         self.finish()
         snap = snapshot(step, documents=documents, **state)
-        self._thread = threading.Thread(target=self._run, args=(snap, best_step), name="checkpoint")
+        self._thread = threading.Thread(target=self._run, args=(snap, best_step), name=WRITER)
         self._thread.start()
         self.stalls.append(time.perf_counter() - began)
 

@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from kit.errors import UserError
 from kit.image_sources import ImageSplits
 from kit.images import EncodedImage, ImageItem
-from kit.settings import UserError
 from kit.world import visible_cores
 
 FORMAT = 1  # raise it when the layout or the pixels change

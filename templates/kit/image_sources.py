@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from kit.errors import UserError
 from kit.images import EncodedImage, ImageItem, read_image
-from kit.settings import UserError
 from kit.world import visible_cores
 
 PETS = "oxford-iiit-pet"  # torchvision's name of the folder, and our dataset_name

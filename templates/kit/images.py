@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from kit.settings import UserError
+from kit.errors import UserError
 
 if TYPE_CHECKING:
     import PIL.Image

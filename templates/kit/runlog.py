@@ -17,8 +17,9 @@ from importlib import metadata
 from pathlib import Path
 
 from kit import checkpoints
+from kit.errors import UserError, one_line
 from kit.evaluation import Progress
-from kit.settings import UserError, differences, numbers_in_force, one_line, save_settings
+from kit.settings import differences, numbers_in_force, save_settings
 from kit.stopping import EXIT_STOPPED
 from kit.world import on_main
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from kit.settings import UserError
+from kit.errors import UserError
 
 
 def requested_precision(mixed_precision: str | None) -> str:
