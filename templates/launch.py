@@ -18,9 +18,9 @@ import os
 import sys
 from pathlib import Path
 
+from kit.command_line import parse_settings
 from kit.errors import MachineError, UserError, exit_codes, one_line
-from kit.settings import parse_settings
-from kit.world import asks_for_cpu, visible_cores
+from kit.world import asks_for_cpu, check_machine, visible_cores
 
 MEETING_TIMEOUT = 300  # seconds that the machines of a run wait for each other
 STARTS_SEVERAL = ("MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "FSDP", "DEEPSPEED")
@@ -87,6 +87,7 @@ def check_script(script: Path, arguments: list[str], reads_data: bool) -> str | 
         return None
     settings = parse_settings(module.Settings, module.__doc__, arguments)
     module.check(settings)
+    check_machine(settings)
     if reads_data:
         module.load_data(settings)
     return settings.output_dir
@@ -148,7 +149,7 @@ def main(arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    from kit.runlog import has_progress
+    from kit.run_directory import has_progress
 
     os.environ["ACCELERATE_MIXED_PRECISION"] = options.mixed_precision or profile.get("mixed_precision", "no")
     output_dir = check_script(script, options.training_script_args, reads_data=True)

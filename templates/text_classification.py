@@ -6,143 +6,50 @@ bert-base-cased on GLUE MRPC reaches about 85 % accuracy and just under 90 % F1 
 measured). The same recipe and seed give the same run on any number of processes, before and after a crash.
 """
 
-from kit.stopping import Stopper, catch_signals
-
-if __name__ == "__main__":
-    catch_signals()  # before the slow imports below: from here on a signal ends the run in good order
-
-import csv
-import hashlib
-import tempfile
-import time
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Literal
 
-import torch
-import torch.nn.functional as F
-from accelerate.utils import send_to_device
-from jsonargparse.typing import (
-    ClosedUnitInterval,
-    NonNegativeFloat,
-    NonNegativeInt,
-    OpenUnitInterval,
-    PositiveFloat,
-    PositiveInt,
-)
+from jsonargparse.typing import OpenUnitInterval, PositiveInt
 
-from kit import checkpoints
-from kit.batches import EvaluationSampler, StepSampler, build_loader, seed_all
-from kit.errors import UserError, exit_codes, one_line
-from kit.evaluation import Progress, gather_in_order, is_due, note_evaluation
-from kit.memory import MemoryGuard, half_of, largest_that_fits
-from kit.runlog import RunDirectory, check_run_directory
-from kit.settings import parse_settings
-from kit.tables import TextSplits, check_text_sources, read_text_splits
-from kit.world import (
-    FirstOnNode,
-    average_gradients,
-    build_accelerator,
-    check_compile,
-    check_precision,
-    describe_world,
-    on_main,
-    share_buffers,
-)
+from kit.command_line import start
+from kit.run_directory import check_run_directory
+from kit.settings import TrainingSettings
+from kit.tables import check_text_sources
+from kit.text_models import check_model_folder
 
 
-@dataclass
-class Settings:
+@dataclass(kw_only=True)
+class Settings(TrainingSettings):
     """What to train. Where it runs is the profile's business (configs/)."""
 
     model_name_or_path: str = "bert-base-cased"
-    """A model of the hub, or a folder that save_pretrained wrote."""
+    """A model on the hub, or a folder that save_pretrained wrote."""
     dataset_name: str | None = None
-    """A data set of the hub; or give train_file."""
+    """A dataset on the hub. Or give train_file."""
     dataset_config_name: str | None = None
-    """Its configuration, such as mrpc of nyu-mll/glue."""
+    """Configuration of that dataset, such as mrpc of nyu-mll/glue."""
     train_file: str | None = None
     """CSV, TSV, JSON, JSON lines or Parquet."""
     validation_file: str | None = None
-    """If neither file nor split exists, validation_fraction of the training data is carved out."""
+    """If there is neither a file nor a split, validation_fraction of the training data is taken."""
     test_file: str | None = None
-    """Scored once, with the best model; without labels it gets predictions.csv instead."""
+    """Scored once, with the best model. Without labels it gets predictions.csv instead."""
     text_columns: list[str] | None = None
-    """One or two columns, as '[first, second]'. Unset: the usual names are looked for."""
+    """One or two columns, as '[first, second]'. Unset: found by the usual names."""
     label_column: str = "label"
-    """Words or whole numbers."""
+    """Labels may be strings or integers."""
     validation_fraction: OpenUnitInterval = 0.1
     """Share of the training data that becomes the validation split where there is none; stratified, by seed."""
     max_length: PositiveInt = 128
-    """Longer inputs are cut, in tokens."""
-    output_dir: str = "outputs/text_classification"
-    """The run directory: all that a run leaves behind."""
-    overwrite_output_dir: bool = False
-    """Delete the run that output_dir holds and start anew."""
-    resume_from_checkpoint: str = "auto"
-    """auto goes on from the newest complete checkpoint of this run; a path; none."""
-    num_train_epochs: PositiveInt = 3
-    """Passes over the training data."""
-    max_train_steps: PositiveInt | None = None
-    """Total number of optimizer steps; overrides num_train_epochs."""
-    global_batch_size: PositiveInt = 32
-    """Samples in one optimizer step, over all processes. The accumulation is derived from it."""
-    micro_batch_size: PositiveInt | Literal["auto"] = 16
-    """Samples in one forward pass on one process: as many as fit into memory. auto finds out."""
-    eval_batch_size: PositiveInt = 32
-    """Samples in one forward pass of an evaluation."""
-    learning_rate: NonNegativeFloat = 5e-5
-    """Peak learning rate of AdamW."""
-    weight_decay: NonNegativeFloat = 0.01
-    """On matrices only, not on biases and norms."""
-    warmup_ratio: ClosedUnitInterval = 0.1
-    """Share of all steps in which the learning rate rises from 0."""
-    lr_scheduler_type: Literal["linear", "cosine", "constant_with_warmup", "constant"] = "linear"
-    """How the learning rate goes on after the warm-up, counted in optimizer steps."""
-    max_grad_norm: NonNegativeFloat = 1.0
-    """Gradients are clipped to this norm once per step; 0: not at all."""
-    seed: NonNegativeInt = 42
-    """Decides the order of samples, the new layers, dropout and the carved split."""
-    mixed_precision: Literal["no", "fp16", "bf16"] | None = None
-    """Unset: what the profile says."""
+    """Cut longer inputs to this number of tokens."""
+    class_weights: Literal["balanced"] | None = None
+    """balanced: weigh each class in the loss by the inverse of its frequency in the training data."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, more time."""
-    torch_compile: bool = False
-    """Compile the model."""
-    torch_compile_backend: str = "inductor"
-    """Backend of torch.compile."""
-    num_workers: NonNegativeInt = 0
-    """Worker processes that load data, for each training process."""
-    logging_steps: PositiveInt = 10
-    """Write a training line every so many steps."""
-    eval_steps: PositiveInt | Literal["epoch"] = "epoch"
-    """Evaluate every so many steps or at each epoch's end; always at the last step."""
     metric_for_best_model: Literal["accuracy", "f1", "loss"] = "accuracy"
-    """Which number of the evaluation decides on the best model."""
-    greater_is_better: bool | None = None
-    """Direction of that metric. Unset: smaller is better for loss only."""
-    early_stopping_patience: PositiveInt | None = None
-    """Stop after so many evaluations in a row without improvement."""
-    checkpointing_steps: PositiveInt | Literal["epoch"] = "epoch"
-    """Save every so many steps or at each epoch's end; always at the last step and with each new best model."""
-    checkpoints_total_limit: PositiveInt | None = 2
-    """Keep so many checkpoints; the newest and the best always stay."""
-    skip_nonfinite_steps: NonNegativeInt = 0
-    """Skip up to so many steps whose gradient is not finite instead of stopping; waits for the device each step."""
-    max_train_time: PositiveFloat | None = None
-    """Seconds after which this start of the run saves and stops."""
-    ddp_timeout: PositiveFloat = 600.0
-    """Seconds that a process waits for the others before it gives up."""
-
-
-def is_greater_better(settings: Settings) -> bool:
-    """Return the direction of the metric that decides on the best model."""
-    is_loss = settings.metric_for_best_model == "loss"
-    return not is_loss if settings.greater_is_better is None else settings.greater_is_better
-
-
-# ---------------------------------------------------------------------------------------------------------- data
+    """The evaluation's number that decides which model is the best."""
+    output_dir: str = "outputs/text_classification"
+    """The run directory: everything that a run leaves behind."""
 
 
 def source_of(settings: Settings) -> dict:
@@ -153,33 +60,36 @@ def source_of(settings: Settings) -> dict:
 
 def check(settings: Settings) -> None:
     """Refuse what is known to be wrong before anything heavy is imported or launched."""
-    check_precision(settings.mixed_precision)
     check_text_sources(**source_of(settings))
     check_model_folder(settings.model_name_or_path)
-    check_compile(settings.torch_compile, settings.torch_compile_backend)
     check_run_directory(settings)
 
 
-def check_model_folder(name: str) -> None:
-    folder = Path(name)
-    if (folder.is_absolute() or name.startswith(".") or len(folder.parts) > 2) and not folder.is_dir():
-        raise UserError(f"model_name_or_path: there is no folder {name}")
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise UserError(f"model_name_or_path: folder {name} has no config.json: it holds no saved model")
-    if folder.is_dir() and not any(path for kind in ("tokenizer*", "vocab*", "*.model") for path in folder.glob(kind)):
-        raise UserError(
-            f"model_name_or_path: folder {name} has no tokenizer: save one there with tokenizer.save_pretrained"
-        )
+if __name__ == "__main__":
+    settings = start(Settings, check, __doc__)  # before the slow imports: a mistake costs a second
+
+import hashlib
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from kit.batches import EvaluationSampler, build_loader, build_sampler, seed_all
+from kit.errors import exit_codes
+from kit.evaluation import class_weights, describe_labels, gather_in_order, write_predictions
+from kit.model_card import TRANSFORMERS
+from kit.run import Run, is_finished
+from kit.tables import TextSplits, read_text_splits
+from kit.text_models import assert_fits, head_for, loading
+from kit.world import FirstOnNode, build_accelerator, on_main, share_buffers
+
+# ---------------------------------------------------------------------------------------------------------- data
 
 
 def load_data(settings: Settings) -> TextSplits:
     """Read and check the splits; the caller makes sure that one process of a node does it first."""
     return read_text_splits(**source_of(settings), dataset_config_name=settings.dataset_config_name, seed=settings.seed)
-
-
-def describe_labels(label_names: tuple[str, ...]) -> str:
-    f1 = f"f1 is of {label_names[1]}" if len(label_names) == 2 else "f1 is the mean over the labels"
-    return f"labels {', '.join(label_names[:20])}{', ...' if len(label_names) > 20 else ''}; {f1}"
 
 
 def tokenize(splits: TextSplits, tokenizer, max_length: int) -> list:
@@ -215,67 +125,36 @@ class PadToLongest:
         return {"inputs": dict(self.tokenizer.pad(rows, return_tensors="pt")), **own}
 
 
-def evaluation_loader(settings: Settings, rows, collate, num_processes: int):
-    sampler = EvaluationSampler(len(rows), settings.eval_batch_size, num_processes, rows["length"])
-    return build_loader(rows, sampler, collate, settings.num_workers, settings.seed)
-
-
 # --------------------------------------------------------------------------------------------------------- model
 
 
-def build_model(settings: Settings, label_names: tuple[str, ...]):
-    """Return the tokenizer and the model with a new classification layer, the same on every process."""
-    from safetensors import SafetensorError
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-    from transformers.utils import logging
+def build_model(settings: Settings, splits: TextSplits):
+    """Return the tokenizer, the model in fp32, the same on every process, and a note on its classification layer."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-    logging.disable_progress_bar()  # they load and write in moments, and every process would draw one
-    names = {
-        "id2label": dict(enumerate(label_names)),
-        "label2id": {name: i for i, name in enumerate(label_names)},
-    }
+    name, labels = settings.model_name_or_path, splits.label_names
     seed_all(settings.seed, "model")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(settings.model_name_or_path)
+    with loading(name):
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        key_mapping, note = head_for(AutoConfig.from_pretrained(name), labels)
         model, report = AutoModelForSequenceClassification.from_pretrained(
-            settings.model_name_or_path,
-            num_labels=len(label_names),
+            name,
+            num_labels=len(labels),
+            id2label=dict(enumerate(labels)),
+            label2id={label: i for i, label in enumerate(labels)},
+            problem_type="single_label_classification",
+            dtype=torch.float32,  # whatever the file holds: mixed precision keeps its weights in fp32
+            key_mapping=key_mapping,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
-            **names,
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise UserError(
-            f"model_name_or_path {settings.model_name_or_path}: cannot be loaded ({one_line(error)[:200]}). Ways on:"
-            " a folder with a saved model, a cache (HF_HOME) filled on a machine with a network, or `make demo`"
-        ) from error
-    if fault := misfit(settings, tokenizer, model, set(report["missing_keys"])):
-        raise UserError(f"model_name_or_path {settings.model_name_or_path}: {fault}")
+    assert_fits(model, tokenizer, name, settings.max_length, len(splits.text_columns), set(report["missing_keys"]))
+    model.config.pad_token_id = tokenizer.pad_token_id
     if settings.gradient_checkpointing:  # by its old name, which is good to below 6: the new one is not in 5.20
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if settings.torch_compile:
         model.compile(backend=settings.torch_compile_backend, dynamic=True)
-    return tokenizer, model
-
-
-def misfit(settings: Settings, tokenizer, model, missing_keys: set[str]) -> str | None:
-    """Return why a loaded model cannot do its work, None where it can."""
-    body = {name for name, _ in model.base_model.named_parameters(prefix=model.base_model_prefix)}
-    if len(body & missing_keys) > len(body) / 2:  # some layers may be new, such as a pooler
-        return f"its weights are of another model: {len(body & missing_keys)} of {len(body)} tensors are missing"
-    if len(tokenizer) > (known := model.get_input_embeddings().num_embeddings):
-        return (
-            f"its tokenizer has {len(tokenizer)} tokens, the model knows {known}: save the tokenizer there that belongs"
-            " to it"
-        )
-    if tokenizer.pad_token_id is None:
-        return "its tokenizer has no padding token: take an encoder such as bert-base-cased, or set and save one"
-    for name, module in model.named_modules():
-        if name.endswith("position_embeddings") and isinstance(module, torch.nn.Embedding):
-            reserved = 0 if module.padding_idx is None else module.padding_idx + 1  # RoBERTa counts from there
-            if settings.max_length > (longest := module.num_embeddings - reserved):
-                return f"it reads {longest} tokens at most: set max_length to that or less, not {settings.max_length}"
-    return None
+    return tokenizer, model, note
 
 
 def build_optimizer(settings: Settings, model, total_steps: int):
@@ -293,78 +172,71 @@ def build_optimizer(settings: Settings, model, total_steps: int):
     return optimizer, get_scheduler(settings.lr_scheduler_type, optimizer, warmup_steps, total_steps)
 
 
-# ---------------------------------------------------------------------------------------------- loss and evaluation
-
-
 def forward(model, batch: dict) -> torch.Tensor:
     """Return the logits [batch, classes] in fp32."""
     return model(**batch["inputs"]).logits.float()
 
 
-def weighted_loss(logits: torch.Tensor, label: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the cross entropy summed over the samples: the loop divides once, by the samples of the whole step."""
-    return (F.cross_entropy(logits, label, reduction="none") * weight).sum()
+# ------------------------------------------------------------------------------------------ training and evaluation
+
+
+def summed_loss(model, criterion, batch: dict) -> torch.Tensor:
+    """Return the loss summed over the samples: a step divides once, by the samples that it has over all processes."""
+    return (criterion(forward(model, batch), batch["label"]) * batch["weight"]).sum()
+
+
+def train_step(accelerator, model, criterion, optimizer, schedule, batches, window, settings: Settings):
+    """Make one optimizer step over a window of micro-batches. Returns this process's summed loss and the norm."""
+    loss_sum = torch.zeros((), device=accelerator.device)
+    # DDP averages over the processes and backward() divides by the accumulation: undo both, so that the gradient is
+    # that of the mean over the whole step, however it is split.
+    scale = accelerator.num_processes * accelerator.gradient_accumulation_steps / window.num_samples
+    for is_last in window:
+        batch = next(batches)
+        with nullcontext() if is_last else accelerator.no_sync(model):  # gradients are exchanged once a step
+            loss = summed_loss(model, criterion, batch)
+            accelerator.backward(loss * scale)
+        loss_sum += loss.detach()
+    grad_norm = accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm or float("inf"))
+    # A gradient that is not finite: fp16's scaler skips the step by itself, skip_nonfinite_steps does where it is set.
+    if accelerator.scaler or not settings.skip_nonfinite_steps or grad_norm.isfinite():
+        optimizer.step()
+        if not accelerator.optimizer_step_was_skipped:
+            schedule.step()
+    optimizer.zero_grad()
+    return loss_sum, grad_norm
 
 
 @torch.no_grad()
-def predict(accelerator, model, loader, num_samples: int, stop: Stopper) -> dict[str, torch.Tensor] | None:
-    """Return `logits` [n, classes] and `label` [n] in the order of the data; None when all agreed to stop."""
+def predict(accelerator, model, criterion, loader, run: Run) -> dict[str, torch.Tensor] | None:
+    """Return `output` [n, ...], `loss` [n] and `label` [n] in the order of the data; None if the run was stopped."""
     share_buffers(accelerator, model.eval())
     parts = []
-    for batch in loader:
-        if stop.poll():
-            break
-        kept = {"logits": forward(model, batch)} | {name: batch[name] for name in ("label", "sample_id", "weight")}
+    for batch in run.evaluation_batches(loader):
+        output = forward(model, batch)
+        kept = {"output": output, "loss": criterion(output, batch["label"])}
+        kept |= {name: batch[name] for name in ("label", "sample_id", "weight")}
         parts.append({name: value.cpu() for name, value in kept.items()})
     model.train()
-    return None if stop.reason else gather_in_order(accelerator, parts, num_samples)
+    return None if run.is_stopped else gather_in_order(accelerator, parts, len(loader.dataset))
 
 
-def score(accelerator, predicted: dict[str, torch.Tensor], prefix: str) -> dict[str, float]:
-    """Return loss, number of samples and metrics over all predictions, computed once, the same on every process."""
+def score(predicted: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Return the mean loss, the number of samples and the metrics over all predictions."""
+    from kit.metrics import classification_metrics
 
-    def compute() -> dict[str, float]:
-        from kit.metrics import classification_metrics
-
-        logits, label = predicted["logits"], predicted["label"]
-        metrics = {"loss": F.cross_entropy(logits.double(), label).item(), "samples": len(label)}
-        return metrics | classification_metrics(logits.argmax(-1), label, num_labels=logits.shape[1])
-
-    return {f"{prefix}_{name}": value for name, value in on_main(accelerator, compute).items()}
+    logits, label = predicted["output"], predicted["label"]
+    scores = {"loss": predicted["loss"].double().mean().item(), "samples": len(label)}
+    return scores | classification_metrics(logits.argmax(-1), label, num_labels=logits.shape[1])
 
 
-# -------------------------------------------------------------------------------------------------------- memory
-
-
-def find_micro_batch_size(accelerator, model, loader, sampler: StepSampler, stop: Stopper) -> int:
-    """Return the largest micro-batch whose forward and backward pass fits on every process; changes nothing."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]  # a forward pass moves batch statistics
-    optimizer_state = [torch.empty_like(p) for p in model.parameters() for _ in range(2)]  # AdamW makes it later
-
-    def fits(size: int) -> bool:
-        rows = [loader.dataset[sample] for sample in sampler.heaviest(size)]
-        with MemoryGuard(is_on=True) as guard, accelerator.no_sync(model):
-            batch = send_to_device(loader.collate_fn(rows), accelerator.device)
-            accelerator.backward(weighted_loss(forward(model, batch), batch["label"], batch["weight"]))
-        fitted = not guard.ran_out
-        model.zero_grad()
-        guard.reset()
-        return fitted
-
-    model.train()
-    found = largest_that_fits(stop, fits, sampler.largest_share)
-    del optimizer_state
-    for buffer, before in buffers:
-        buffer.copy_(before)
-    return found
+def evaluate(accelerator, model, criterion, loader, run: Run) -> dict[str, float] | None:
+    """Return the scores over all samples of `loader`, the same on every process; None if the run was stopped."""
+    predicted = predict(accelerator, model, criterion, loader, run)
+    return None if predicted is None else on_main(accelerator, score, predicted)
 
 
 # ---------------------------------------------------------------------------------------------------------- main
-
-HOW_TO_LOAD = """from transformers import pipeline
-
-classify = pipeline("text-classification", "best")
-print(classify({"text": "The first sentence.", "text_pair": "The second sentence."}))"""
 
 
 def export(model, tokenizer, folder: Path) -> None:
@@ -373,198 +245,83 @@ def export(model, tokenizer, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def write_predictions(logits: torch.Tensor, label_names: tuple[str, ...], path: Path) -> None:
-    """Write one CSV row for each row of the test split, in its order: index, label, probability."""
-    probabilities, ids = logits.softmax(-1).max(-1)
-    rows = zip(ids.tolist(), probabilities.tolist(), strict=True)
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["index", "label", "probability"])
-        writer.writerows([index, label_names[i], f"{p:.6f}"] for index, (i, p) in enumerate(rows))
-
-
 def main(settings: Settings) -> None:
     # Accelerator
     check(settings)
     preparation = FirstOnNode(settings.train_file, settings.dataset_name, settings.model_name_or_path)
-    accelerator = build_accelerator(settings.mixed_precision, settings.ddp_timeout)
-    num_processes, process_index = accelerator.num_processes, accelerator.process_index
+    accelerator = build_accelerator(settings)
 
-    # Data
+    # Data and model
     with preparation:
         splits = load_data(settings)
-        tokenizer, model = build_model(settings, splits.label_names)
+        tokenizer, model, head_note = build_model(settings, splits)
         train, validation, test = tokenize(splits, tokenizer, settings.max_length)
-    if on_main(accelerator, check_run_directory, settings, splits.source["sha256"]) == "done":
-        accelerator.print(f"{settings.output_dir} is done; to run it again: --overwrite_output_dir true")
+    data, notes = splits.source, [*splits.notes, head_note, describe_labels(splits.label_names)]
+    if is_finished(accelerator, settings, data):
         return
-    total_steps = settings.max_train_steps or settings.num_train_epochs * -(-len(train) // settings.global_batch_size)
-    sampler = StepSampler(
-        num_samples=len(train),
-        global_batch_size=settings.global_batch_size,
-        micro_batch_size=1 if settings.micro_batch_size == "auto" else settings.micro_batch_size,
-        num_processes=num_processes,
-        seed=settings.seed,
-        total_steps=total_steps,
-        lengths=train["length"],
-    )
-    collate = PadToLongest(tokenizer)
-
-    # Model, optimizer, schedule
-    optimizer, schedule = build_optimizer(settings, model, total_steps)
+    sampler = build_sampler(settings, len(train), accelerator.num_processes, train["length"])
+    optimizer, schedule = build_optimizer(settings, model, sampler.total_steps)
+    weights = class_weights(settings.class_weights, train["label"], accelerator.device)
+    criterion = torch.nn.CrossEntropyLoss(weight=weights, ignore_index=-1, reduction="none")  # -1: hidden label
 
     # Prepare (not the schedule: Accelerate would step it once per process)
+    def evaluation_loader(rows):
+        rows_sampler = EvaluationSampler(len(rows), settings.eval_batch_size, accelerator.num_processes, rows["length"])
+        return accelerator.prepare(build_loader(rows, rows_sampler, collate, settings))
+
+    collate = PadToLongest(tokenizer)
     model, optimizer = accelerator.prepare(model, optimizer)
-    train_loader = accelerator.prepare(build_loader(train, sampler, collate, settings.num_workers, settings.seed))
-    validation_loader = accelerator.prepare(evaluation_loader(settings, validation, collate, num_processes))
-    state = {
-        "modules": {"model": accelerator.unwrap_model(model, keep_torch_compile=False)},
-        "optimizers": {"optimizer": optimizer},
-        "schedules": {"schedule": schedule} | ({"scaler": accelerator.scaler} if accelerator.scaler else {}),
-    }
+    train_loader = accelerator.prepare(build_loader(train, sampler, collate, settings))
+    validation_loader = evaluation_loader(validation)
+    state = {"model": model, "optimizer": optimizer, "schedule": schedule}
 
-    facts = {"world": describe_world(accelerator), "data": splits.source, "batch": sampler.describe()}
-    stop = Stopper(accelerator, settings.max_train_time, settings.ddp_timeout)
-    with stop, RunDirectory(accelerator, settings, facts) as run:
+    with Run(accelerator, settings, sampler, state, data, notes) as run:
         # Resume
-        peak = f"{settings.learning_rate:g} at step {round(settings.warmup_ratio * total_steps)}"
-        notes = [*splits.notes, describe_labels(splits.label_names)]
-        run.introduce(f"{settings.lr_scheduler_type}, up to {peak}, end at step {total_steps}", notes)
-        progress = Progress()
-        if checkpoint := run.choose_checkpoint():
-            checkpoints.restore(checkpoint, **state)
-            progress = run.read_progress(checkpoint)
-        run.start_log(progress, total_steps, sampler.steps_per_epoch)
-        writer = checkpoints.CheckpointWriter(run.path / "checkpoints", settings.checkpoints_total_limit)
-        guard = MemoryGuard(is_on=settings.micro_batch_size == "auto")
-        if guard.is_on:
-            if progress.micro_batch_size is None:
-                progress.micro_batch_size = find_micro_batch_size(accelerator, model, train_loader, sampler, stop)
-            sampler.micro_batch_size = progress.micro_batch_size
-            run.record(batch=sampler.describe())
-            run.say(f"memory     micro-batches of {sampler.micro_batch_size} fit: {sampler.describe()['arithmetic']}")
-        sampler.start_step = progress.step
-        batches = iter(train_loader)
-        num_samples, seconds = 0, 0.0  # since the last training line
-
-        # Loop
+        run.resume()
         model.train()  # from_pretrained leaves it in evaluation mode, without dropout
+        for trial in run.micro_batch_trials(model):  # micro_batch_size: auto
+            with trial:
+                accelerator.backward(summed_loss(model, criterion, next(iter(train_loader))))
+        batches = run.batches(train_loader)
+
+        # Loop: a resumed run enters where the stopped one left
         while True:
-            # Between two steps: evaluate, save, stop. A resumed run enters here, where the stopped one left.
-            step = progress.step
-            if progress.evaluated_step < step and is_due(step, settings.eval_steps, sampler):
-                predicted = predict(accelerator, model, validation_loader, len(validation), stop)
-                if predicted is not None:
-                    scores = score(accelerator, predicted, "eval")
-                    run.log(step, **scores)
-                    metric = settings.metric_for_best_model
-                    note_evaluation(progress, scores[f"eval_{metric}"], is_greater_better(settings))
-            is_impatient = 0 < (settings.early_stopping_patience or 0) <= progress.evaluations_without_improvement
-            is_over = step == total_steps or is_impatient
-            is_save_due = is_due(step, settings.checkpointing_steps, sampler) or progress.best_step == step
-            if progress.saved_step < step and (is_save_due or is_over or stop.reason):
-                stop.raise_if_failed(sampler)  # a checkpoint never holds numbers that are not finite
-                progress.saved_step = step
-                if accelerator.is_main_process:
-                    documents = {"progress": asdict(progress), "run": run.identity}
-                    writer.save(step, state, documents, progress.best_step)
-            if is_over or stop.reason:
+            if run.is_evaluation_due():
+                run.note_evaluation(evaluate(accelerator, model, criterion, validation_loader, run))
+            if run.is_save_due():
+                run.save()
+            if run.is_over():
                 break
+            window = run.next_window()
+            loss, grad_norm = train_step(accelerator, model, criterion, optimizer, schedule, batches, window, settings)
+            run.note_step(loss, grad_norm, schedule.get_last_lr()[0])
 
-            # One step
-            began = time.perf_counter()
-            step += 1
-            seed_all(settings.seed, "step", step, process_index)  # dropout: nothing to save, nothing to restore
-            window = sampler.window(step)
-            loss_sum = torch.zeros((), device=accelerator.device)
-            # DDP averages over the processes and backward() divides by the accumulation: undo both, so that the
-            # gradient is that of the mean over the whole step, however it is split.
-            scale = num_processes * accelerator.gradient_accumulation_steps / window.num_samples
-            for micro_batch in range(window.num_micro_batches):
-                batch = next(batches)
-                is_last = micro_batch == window.num_micro_batches - 1
-                # Gradients are exchanged once per step: with the last pass, or below where that pass may fail.
-                exchange = nullcontext() if is_last and not guard.is_on else accelerator.no_sync(model)
-                with guard, exchange:
-                    loss = weighted_loss(forward(model, batch), batch["label"], batch["weight"])
-                    accelerator.backward(loss * scale)
-                    loss_sum += loss.detach()
-            if guard.is_on and stop.on_any_process(guard.ran_out):
-                guard.reset()
-                sampler.micro_batch_size = progress.micro_batch_size = half_of(sampler.micro_batch_size)
-                run.say(f"memory     ran out at step {step}: again with micro-batches of {sampler.micro_batch_size}")
-                optimizer.zero_grad()
-                sampler.start_step = progress.step
-                batches = iter(train_loader)
-                continue
-            if guard.is_on:
-                average_gradients(accelerator, model)
-            grad_norm = accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm or float("inf"))
-            may_skip = progress.skipped_steps < settings.skip_nonfinite_steps and accelerator.scaler is None
-            if may_skip and not grad_norm.isfinite():
-                progress.skipped_steps += 1
-                counted = f"{progress.skipped_steps} of at most {settings.skip_nonfinite_steps}"
-                run.say(f"step {step} is skipped ({counted}): its gradient is not finite")
-            else:
-                optimizer.step()
-                if not accelerator.optimizer_step_was_skipped:  # fp16 skips a step whose scaled gradient overflows
-                    schedule.step()
-                stop.poll(step, loss_sum, grad_norm if accelerator.scaler is None else loss_sum)
-            optimizer.zero_grad()
-            progress.step = step
-            run.advance(step)
-            is_logged = step % settings.logging_steps == 0 or step == total_steps
-            mean_loss = accelerator.reduce(loss_sum).item() / window.num_samples if is_logged else None  # waits
-            num_samples, seconds = num_samples + window.num_samples, seconds + time.perf_counter() - began
-            if is_logged:
-                run.log(
-                    step,
-                    loss=mean_loss,
-                    learning_rate=schedule.get_last_lr()[0],
-                    grad_norm=grad_norm.item(),
-                    samples_per_second=num_samples / seconds,
-                )
-                num_samples, seconds = 0, 0.0
-
-        # Final evaluation and export
-        writer.finish()
-        accelerator.wait_for_everyone()  # a process that ends early would make the launcher end the others
-        if not is_over:
-            run.stop(stop.reason)
-        plain_model = state["modules"]["model"]
-        if accelerator.is_main_process:
-            export(plain_model, tokenizer, run.path / "final")
-        best = writer.folder / checkpoints.folder_name(progress.best_step or 0)
-        if on_main(accelerator, best.is_dir):
-            checkpoints.load_module(best, "model", plain_model)
-        else:
-            run.say("there is no checkpoint of a best model: the last model is taken as the best")
-        if accelerator.is_main_process:
-            export(plain_model, tokenizer, run.path / "best")
-        results = {
-            "skipped_steps": progress.skipped_steps,
-            "best_step": progress.best_step,
-            f"best_{settings.metric_for_best_model}": progress.best_metric,
-        }
+        # Export and test
+        run.finish_training()
+        plain_model = accelerator.unwrap_model(model, keep_torch_compile=False)
+        on_main(accelerator, export, plain_model, tokenizer, run.path / "final")
+        run.load_best("model", plain_model)
+        on_main(accelerator, export, plain_model, tokenizer, run.path / "best")
+        test_scores = {}
         if test is not None:
-            loader = accelerator.prepare(evaluation_loader(settings, test, collate, num_processes))
-            predicted = predict(accelerator, model, loader, len(test), stop)
+            predicted = predict(accelerator, model, criterion, evaluation_loader(test), run)
             if predicted is None:
-                run.stop(stop.reason)
+                run.leave()
             if (predicted["label"] < 0).any():
-                if accelerator.is_main_process:
-                    write_predictions(predicted["logits"], splits.label_names, run.path / "predictions.csv")
+                on_main(
+                    accelerator,
+                    write_predictions,
+                    predicted["output"],
+                    splits.label_names,
+                    run.path / "predictions.csv",
+                )
                 run.say(f"test       has no labels: predictions are in {run.path / 'predictions.csv'}")
             else:
-                scores = score(accelerator, predicted, "test")
-                run.log(step, **scores)
-                results |= scores
-        run.record(results=results, checkpoint_stalls_in_seconds=writer.stalls)
-        run.write_card(f"{settings.model_name_or_path}, fine-tuned to classify text", results, HOW_TO_LOAD)
-        run.say(f"done       {run.path}: the model with the best {settings.metric_for_best_model} is in best/")
+                test_scores = on_main(accelerator, score, predicted)
+        run.finish(test_scores, f"{settings.model_name_or_path}, fine-tuned to classify text", TRANSFORMERS)
     accelerator.end_training()
 
 
 if __name__ == "__main__":
     with exit_codes():
-        main(parse_settings(Settings, __doc__))
+        main(settings)

@@ -39,7 +39,7 @@ def _before(owner, name: str, action, after: bool = False) -> None:
 
 
 def die_in_window(template) -> None:
-    _before(template, "weighted_loss", _die)
+    _before(template, "summed_loss", _die)
 
 
 def die_while_saving(template) -> None:
@@ -59,7 +59,7 @@ def die_in_evaluation(template) -> None:
 
 
 def die_after_evaluation(template) -> None:
-    _before(template, "note_evaluation", _die, after=True)
+    _before(template.Run, "note_evaluation", _die, after=True)
 
 
 def die_in_export(template) -> None:
@@ -68,7 +68,9 @@ def die_in_export(template) -> None:
 
 def signal_in_evaluation(template) -> None:
     _before(template, "gather_in_order", lambda: None)
-    original = template.Stopper.poll
+    from kit.stopping import Stopper
+
+    original = Stopper.poll
     calls = []
 
     def poll(self, step=None, *values):
@@ -78,28 +80,28 @@ def signal_in_evaluation(template) -> None:
                 os.kill(os.getpid(), signal.SIGTERM)
         return original(self, step, *values)
 
-    template.Stopper.poll = poll
+    Stopper.poll = poll
 
 
 def raise_in_window(template) -> None:
     def fail():
         raise KeyError("the true cause")
 
-    _before(template, "weighted_loss", fail)
+    _before(template, "summed_loss", fail)
 
 
 def hang_in_window(template) -> None:
-    _before(template, "weighted_loss", lambda: time.sleep(600))
+    _before(template, "summed_loss", lambda: time.sleep(600))
 
 
 def slow_steps(template) -> None:
-    original = template.seed_all
+    original = template.Run.next_window
 
-    def replaced(*arguments):
+    def replaced(run):
         time.sleep(0.05)
-        return original(*arguments)
+        return original(run)
 
-    template.seed_all = replaced
+    template.Run.next_window = replaced
 
 
 def slow_data(template) -> None:
@@ -113,14 +115,14 @@ def slow_data(template) -> None:
 
 
 def not_finite_loss(template) -> None:
-    original, calls = template.weighted_loss, []
+    original, calls = template.summed_loss, []
 
     def replaced(*arguments):
         calls.append(1)
         loss = original(*arguments)
         return loss * float("nan") if _is_here() and len(calls) == _options()["call"] else loss
 
-    template.weighted_loss = replaced
+    template.summed_loss = replaced
 
 
 def limited_memory(template) -> None:
@@ -219,23 +221,28 @@ def count_tokenizing(template) -> None:
 
 
 def worse_each_time(template) -> None:
-    original, calls = template.score, []
+    """Let each evaluation find a larger loss than the one before."""
+    _judge(template, lambda scores, number: scores | {"loss": float(number)})
 
-    def replaced(accelerator, predicted, prefix):
-        scores = original(accelerator, predicted, prefix)
-        calls.append(1)
-        return scores | ({"eval_loss": float(len(calls))} if prefix == "eval" else {})
 
-    template.score = replaced
+def better_each_time(template) -> None:
+    """Let each evaluation find a smaller loss than the one before."""
+    _judge(template, lambda scores, number: scores | {"loss": 1 / number})
 
 
 def no_number(template) -> None:
-    original = template.score
+    """Let each evaluation find nothing that is a number."""
+    _judge(template, lambda scores, number: dict.fromkeys(scores, float("nan")))
 
-    def replaced(accelerator, predicted, prefix):
-        return original(accelerator, predicted, prefix) | {f"{prefix}_accuracy": float("nan")}
 
-    template.score = replaced
+def _judge(template, change) -> None:
+    original, calls = template.Run.note_evaluation, []
+
+    def replaced(run, scores):
+        calls.append(1)
+        return original(run, scores and change(scores, len(calls)))
+
+    template.Run.note_evaluation = replaced
 
 
 def break_an_image(template) -> None:
@@ -253,20 +260,20 @@ def break_an_image(template) -> None:
 
 def record_samples(template) -> None:
     """Write the samples that are really trained on to SAMPLES.rank: {"step": k}, then a line for each micro-batch."""
-    seed_all, forward = template.seed_all, template.forward
+    next_window, forward = template.Run.next_window, template.forward
 
     def write(**row) -> None:
         with open(f"{os.environ['SAMPLES']}.{os.environ.get('RANK', '0')}", "a") as file:
             file.write(json.dumps(row) + "\n")
 
-    def note_step(*parts):
-        if len(parts) > 1 and parts[1] == "step":
-            write(step=parts[2])
-        return seed_all(*parts)
+    def note_step(run):
+        window = next_window(run)
+        write(step=window.step)
+        return window
 
     def note_samples(model, batch):
         if model.training:
             write(samples=batch["sample_id"][batch["weight"] > 0].tolist())
         return forward(model, batch)
 
-    template.seed_all, template.forward = note_step, note_samples
+    template.Run.next_window, template.forward = note_step, note_samples

@@ -1,4 +1,4 @@
-"""Which samples form which step: a function of (seed, epoch), whatever the processes, micro-batches and workers.
+"""Decides which samples form each step. Depends on the seed and the epoch alone, not on processes or workers.
 
 A step is `global_batch_size` samples of the epoch's order. It is dealt to the processes, and each share is cut
 into micro-batches. The batch sampler emits micro-batch j of process 0, of process 1, ..., so that Accelerate's own
@@ -17,8 +17,9 @@ from typing import NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from kit.settings import TrainingSettings
 from kit.stopping import begin_worker
-from kit.world import pins_memory
+from kit.world import pins_memory, spare_cores
 
 POOL_STEPS = 64  # like lengths are put together inside shuffled pools of this many steps
 
@@ -31,11 +32,17 @@ class Sample(NamedTuple):
     weight: float  # 1 for a real sample, 0 for a filler that must not count
 
 
-class Window(NamedTuple):
-    """The micro-batches of one step on one process."""
+@dataclass(frozen=True)
+class Window:
+    """The micro-batches of one step on one process. Iterating tells for each whether it is the last."""
 
+    step: int  # from 1
     num_micro_batches: int
     num_samples: int  # real samples of the whole step, over all processes
+
+    def __iter__(self) -> Iterator[bool]:
+        for micro_batch in range(1, self.num_micro_batches + 1):
+            yield micro_batch == self.num_micro_batches
 
 
 class WeightedSamples(Dataset):
@@ -65,17 +72,19 @@ class WeightedSamples(Dataset):
         return {**self.dataset[sample.index], "sample_id": sample.index, "weight": sample.weight}
 
 
-def build_loader(dataset, sampler: Sampler, collate, num_workers: int, seed: int) -> DataLoader:
+def build_loader(dataset, sampler: Sampler, collate, settings: TrainingSettings) -> DataLoader:
     """Return the loader of one of the samplers below; `collate` finds `sample_id` and `weight` in each item."""
+    num_workers = spare_cores() if settings.num_workers is None else settings.num_workers
     return DataLoader(
-        WeightedSamples(dataset, seed),
+        WeightedSamples(dataset, settings.seed),
         batch_sampler=sampler,
         collate_fn=collate,
         num_workers=num_workers,
         persistent_workers=num_workers > 0,
+        timeout=settings.dataloader_timeout if num_workers else 0,
         worker_init_fn=begin_worker,
         pin_memory=pins_memory(),
-        # A loader draws a number when it starts: from the global generator that would move the dropout of that step.
+        # A loader draws a number when it starts: from the global generator that would move what a step draws.
         generator=torch.Generator(),
     )
 
@@ -117,6 +126,23 @@ def _read_lengths(lengths: Sequence[int] | None) -> torch.Tensor | None:
     return None if lengths is None else torch.as_tensor(lengths[:])
 
 
+def build_sampler(
+    settings: TrainingSettings, num_samples: int, num_processes: int, lengths=None, min_micro_batch_size: int = 1
+) -> "StepSampler":
+    """Return the batch sampler of a training run over `num_samples` samples (`lengths`: see `StepSampler`)."""
+    steps_per_epoch = -(-num_samples // settings.global_batch_size)
+    return StepSampler(
+        num_samples=num_samples,
+        global_batch_size=settings.global_batch_size,
+        micro_batch_size=1 if settings.micro_batch_size == "auto" else settings.micro_batch_size,
+        num_processes=num_processes,
+        seed=settings.seed,
+        total_steps=settings.max_train_steps or settings.num_train_epochs * steps_per_epoch,
+        lengths=lengths,
+        min_micro_batch_size=min_micro_batch_size,
+    )
+
+
 @dataclass
 class StepSampler(Sampler):
     """Batch sampler of a whole training run: steps 1 to `total_steps`, of `global_batch_size` samples each.
@@ -124,7 +150,8 @@ class StepSampler(Sampler):
     The last step of an epoch holds the samples that are left. `lengths` (one per sample) puts samples of like length
     into the same step. A micro-batch of fewer than `min_micro_batch_size` is filled up with samples of weight 0, of its
     step and then of others: BatchNorm needs company, and no sample is lost whatever the number of processes.
-    Set `start_step` to the number of steps already done before iterating: nothing is replayed.
+    Set `start_step` to the number of steps already done before iterating: nothing is replayed. While `rehearsed_size`
+    is set, iterating gives each process one micro-batch of that size, of the samples that take most memory.
     """
 
     num_samples: int
@@ -136,6 +163,7 @@ class StepSampler(Sampler):
     lengths: Sequence[int] | None = None
     min_micro_batch_size: int = 1
     start_step: int = 0
+    rehearsed_size: int | None = None
 
     def __post_init__(self):
         assert self.num_samples > 0 and self.global_batch_size > 0 and self.micro_batch_size > 0
@@ -155,7 +183,7 @@ class StepSampler(Sampler):
         place = (step - 1) % self.steps_per_epoch
         num_samples = min(self.global_batch_size, self.num_samples - place * self.global_batch_size)
         largest_share = -(-num_samples // self.num_processes)
-        return Window(-(-largest_share // self.micro_batch_size), num_samples)
+        return Window(step, -(-largest_share // self.micro_batch_size), num_samples)
 
     @property
     def largest_share(self) -> int:
@@ -171,7 +199,7 @@ class StepSampler(Sampler):
         """Return the indices of the samples of a step (from 1) that fall to one process; may be empty."""
         return self.samples(step)[process :: self.num_processes]
 
-    def heaviest(self, count: int) -> list[Sample]:
+    def _heaviest(self, count: int) -> list[Sample]:
         """Return the samples that take most memory: the longest, where lengths are known."""
         order = range(self.num_samples)
         if self.lengths is not None:
@@ -211,6 +239,8 @@ class StepSampler(Sampler):
 
     def __len__(self) -> int:
         """Return the number of micro-batches from `start_step` on, over all processes."""
+        if self.rehearsed_size:
+            return self.num_processes
         return self.num_processes * (self._micro_batches(self.total_steps) - self._micro_batches(self.start_step))
 
     def _micro_batches(self, step: int) -> int:
@@ -220,9 +250,13 @@ class StepSampler(Sampler):
         return epochs * ((self.steps_per_epoch - 1) * full + last) + rest * full
 
     def __iter__(self) -> Iterator[list[Sample]]:
+        if self.rehearsed_size:
+            yield from [self._heaviest(self.rehearsed_size)] * self.num_processes
+            return
         for step in range(self.start_step + 1, self.total_steps + 1):
             epoch = self.epoch_of(step)
-            shares = [self.share(step, process) for process in range(self.num_processes)]
+            samples = self.samples(step)
+            shares = [samples[process :: self.num_processes] for process in range(self.num_processes)]
             for start in range(0, self.window(step).num_micro_batches * self.micro_batch_size, self.micro_batch_size):
                 for share in shares:
                     real = share[start : start + self.micro_batch_size]

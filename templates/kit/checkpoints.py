@@ -37,18 +37,18 @@ def folder_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def snapshot(step: int, modules: dict, optimizers: dict, schedules: dict, documents: dict) -> Snapshot:
-    """Copy the states of unwrapped modules, optimizers and schedules (by name) to host memory.
+def snapshot(step: int, state: dict, documents: dict) -> Snapshot:
+    """Copy the states of unwrapped modules, optimizers, schedules ... (by name) to host memory.
 
-    Tensors that share memory (tied weights) are kept once; the other names are noted beside them.
+    Tensors of a module that share memory (tied weights) are kept once; the other names are noted beside them.
     """
     tensors, documents = {}, dict(documents)
-    for name, module in modules.items():
-        tensors[name], aliases = _without_aliases(clean_keys(module.state_dict()))
-        documents[f"{name}_aliases"] = aliases
-    for name, optimizer in optimizers.items():
-        tensors[name], documents[name] = _split_tensors(optimizer.state_dict())
-    documents |= {name: schedule.state_dict() for name, schedule in schedules.items()}
+    for name, part in state.items():
+        if isinstance(part, torch.nn.Module):
+            tensors[name], documents[f"{name}_aliases"] = _without_aliases(clean_keys(part.state_dict()))
+        else:
+            found, documents[name] = _split_tensors(part.state_dict())
+            tensors |= {name: found} if found else {}
     return Snapshot(step, tensors, json.loads(json.dumps(documents)))
 
 
@@ -111,13 +111,13 @@ class CheckpointWriter:
         self._error: BaseException | None = None
 
     def save(self, step: int, state: dict, documents: dict, best_step: int | None) -> None:
-        """Copy `state` (the arguments of `snapshot`) to host memory and start to write it.
+        """Copy `state` (as for `snapshot`) to host memory and start to write it.
 
         Waits first for the one before, and raises what went wrong with it.
         """
         began = time.perf_counter()
         self.finish()
-        snap = snapshot(step, documents=documents, **state)
+        snap = snapshot(step, state, documents)
         self._thread = threading.Thread(target=self._run, args=(snap, best_step), name=WRITER)
         self._thread.start()
         self.stalls.append(time.perf_counter() - began)
@@ -288,14 +288,13 @@ def read_document(path: Path, name: str) -> dict:
     return json.loads((path / f"{name}.json").read_text("utf-8"))
 
 
-def restore(path: Path, modules: dict, optimizers: dict, schedules: dict) -> None:
-    """Load a checkpoint into unwrapped modules, optimizers and schedules, by name; strict in every key."""
-    for name, module in modules.items():
-        load_module(path, name, module)
-    for name, optimizer in optimizers.items():
-        optimizer.load_state_dict(_join_tensors(read_document(path, name), _read_tensors(path, name)))
-    for name, schedule in schedules.items():
-        schedule.load_state_dict(read_document(path, name))
+def restore(path: Path, state: dict) -> None:
+    """Load a checkpoint into the parts that `snapshot` copied; strict in every key."""
+    for name, part in state.items():
+        if isinstance(part, torch.nn.Module):
+            load_module(path, name, part)
+        else:
+            part.load_state_dict(_join_tensors(read_document(path, name), _read_tensors(path, name)))
 
 
 def load_module(path: Path, name: str, module: torch.nn.Module) -> None:
@@ -307,5 +306,7 @@ def load_module(path: Path, name: str, module: torch.nn.Module) -> None:
 
 
 def _read_tensors(path: Path, name: str) -> dict[str, torch.Tensor]:
+    if not (path / f"{name}.safetensors").exists():  # a part without tensors, such as a schedule
+        return {}
     with safe_open(path / f"{name}.safetensors", framework="pt") as file:
         return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)

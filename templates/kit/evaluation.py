@@ -1,40 +1,10 @@
-"""Evaluation: every sample predicted exactly once, put back into order; which model is the best so far."""
+"""Evaluation: every sample predicted exactly once, put back into order; what the labels mean for loss and metrics."""
 
-import math
-from dataclasses import dataclass
+import csv
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
-
-
-@dataclass
-class Progress:
-    """Where a run stands: what a checkpoint says in JSON beside its tensors. Steps count optimizer steps."""
-
-    step: int = 0
-    evaluated_step: int = 0
-    saved_step: int = 0
-    best_step: int | None = None
-    best_metric: float | None = None
-    evaluations_without_improvement: int = 0
-    skipped_steps: int = 0
-    micro_batch_size: int | None = None  # what `auto` found to fit
-
-
-def note_evaluation(progress: Progress, metric: float, greater_is_better: bool) -> bool:
-    """Record the evaluation of the current step; return whether it is the best so far. NaN never is."""
-    progress.evaluated_step = progress.step
-    best = progress.best_metric
-    is_best = not math.isnan(metric) and (best is None or (metric > best if greater_is_better else metric < best))
-    if is_best:
-        progress.best_step, progress.best_metric = progress.step, metric
-    progress.evaluations_without_improvement = 0 if is_best else progress.evaluations_without_improvement + 1
-    return is_best
-
-
-def is_due(step: int, every: int | str, sampler) -> bool:
-    """Return whether something is due after a step: every N steps or at each 'epoch' end, and always at the last."""
-    interval = sampler.steps_per_epoch if every == "epoch" else every
-    return step > 0 and (step % interval == 0 or step == sampler.total_steps)
 
 
 def gather_in_order(accelerator, parts: list[dict[str, torch.Tensor]], num_samples: int) -> dict[str, torch.Tensor]:
@@ -55,3 +25,35 @@ def gather_in_order(accelerator, parts: list[dict[str, torch.Tensor]], num_sampl
     order = ids.argsort()
     assert torch.equal(ids[order], torch.arange(num_samples)), "a sample was missed or predicted twice"
     return {name: value[is_real][order] for name, value in values.items()}
+
+
+def class_weights(kind: str | None, labels: Sequence[int], device: torch.device) -> torch.Tensor | None:
+    """Return the weight of each class in the loss, float32 [classes]; None for equal weights.
+
+    'balanced' is n / (classes * count of the class), as in scikit-learn: the mean over the data is 1.
+    """
+    if kind is None:
+        return None
+    counts = torch.bincount(torch.as_tensor(labels[:]))
+    return (counts.sum() / (len(counts) * counts)).float().to(device)
+
+
+def describe_labels(label_names: tuple[str, ...]) -> str:
+    """Return one line for the banner: the labels, and what f1 means for them."""
+    f1 = f"f1 is that of {label_names[1]}" if len(label_names) == 2 else "f1 is the mean over the labels"
+    shown = [
+        label.encode("unicode_escape").decode() if not label.isprintable() else label for label in label_names[:20]
+    ]
+    return f"labels {', '.join(shown)}{', ...' if len(label_names) > 20 else ''}; {f1}"
+
+
+def write_predictions(
+    logits: torch.Tensor, label_names: tuple[str, ...], path: Path, names: list | None = None
+) -> None:
+    """Write one CSV row for each sample of a split, in its order: name (or index), label, probability."""
+    probabilities, ids = logits.softmax(-1).max(-1)
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["index" if names is None else "name", "label", "probability"])
+        for name, i, p in zip(names or range(len(ids)), ids.tolist(), probabilities.tolist(), strict=True):
+            writer.writerow([name, label_names[i], f"{p:.6f}"])

@@ -1,78 +1,79 @@
-"""Out of memory: the largest micro-batch that fits, and what to try when none does."""
+"""Out of memory: how to recognise it, and the largest micro-batch that fits."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import ExitStack
 
 import torch
 
 ADVICE = (
-    "even a micro-batch of 1 does not fit into memory. Try, in this order: --gradient_checkpointing true; shorter"
-    " sequences (max_length) or smaller images (image_size); an FSDP or DeepSpeed profile; a pipeline over devices"
+    "even a micro-batch of 1 does not fit into memory. Try, in this order: gradient checkpointing; shorter sequences"
+    " (max_length) or smaller images (image_size); a smaller model"
 )
 
 
-def is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether an error says that a device or the host had no memory left."""
-    from accelerate.utils.memory import should_reduce_batch_size
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    words = (
+        "CUDA out of memory",
+        "DefaultCPUAllocator: can't allocate memory",
+        "DefaultCPUAllocator: not enough memory",
+    )
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
-    return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
 
+class Trial:
+    """A context around one forward and backward pass that notes whether memory ran out, and undoes the pass."""
 
-class MemoryGuard:
-    """A context around one forward and backward pass that takes an out-of-memory error for a fact.
-
-    `ran_out` says whether it happened since `reset`. Where the guard is not on, the error goes on with a line that says
-    what to try.
-    """
-
-    def __init__(self, is_on: bool):
-        self.is_on, self.ran_out = is_on, False
+    def __init__(self, accelerator, model: torch.nn.Module):
+        self.accelerator, self.model = accelerator, model
+        self.ran_out = False
 
     def __enter__(self):
+        self._exit = ExitStack()
+        self._exit.enter_context(self.accelerator.no_sync(self.model))  # others may have run out of memory
         return self
 
     def __exit__(self, kind, error, trace) -> bool:
-        if error is None or not is_out_of_memory(error):
-            return False
-        if not self.is_on:
-            raise MemoryError(
-                "out of memory: give a smaller --micro_batch_size (the result stays the same), or auto"
-            ) from error
-        self.ran_out = True
-        return True
-
-    def reset(self) -> None:
-        """Forget, and give back what the failed attempt held."""
-        self.ran_out = False
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        self._exit.close()
+        self.ran_out = is_out_of_memory(error)
+        self.model.zero_grad()
+        return self.ran_out
 
 
-def half_of(size: int) -> int:
-    """Return the next smaller micro-batch to try. Raises `MemoryError` with `ADVICE` when there is none."""
-    if size == 1:
-        raise MemoryError(ADVICE)
-    return size // 2
+def free_memory() -> None:
+    """Give back what a failed pass held."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
-def largest_that_fits(stop, fits: Callable[[int], bool], most: int) -> int:
-    """Return the largest size from 1 to `most` for which `fits(size)` holds on every process, the same on all.
+def micro_batch_trials(accelerator, model: torch.nn.Module, sampler, stop) -> Iterator[Trial]:
+    """Yield trials until the largest micro-batch that fits on every process is known; then set it in the sampler.
 
-    `stop` is the `Stopper` through which they agree. Halves until one fits, then closes in. Raises `MemoryError` with
-    `ADVICE` when none does.
+    While a trial is tried, the sampler deals one micro-batch of the heaviest samples. Halves the size until one fits,
+    then closes in. `stop` is the `Stopper` through which the processes agree. Raises `MemoryError` if none fits.
     """
-
-    def fits_everywhere(size: int) -> bool:
-        return not stop.on_any_process(not fits(size))
-
-    largest, smallest_failed = most, most + 1
-    while not fits_everywhere(largest):
-        largest, smallest_failed = half_of(largest), largest
-    while smallest_failed - largest > 1:
-        middle = (largest + smallest_failed) // 2
-        if fits_everywhere(middle):
-            largest = middle
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]  # a forward pass moves batch statistics
+    optimizer_state = [torch.empty_like(p) for p in model.parameters() for _ in range(2)]  # AdamW allocates it later
+    fits, fails = 0, sampler.largest_share + 1
+    size = sampler.largest_share
+    while fails - fits > 1:
+        sampler.rehearsed_size = size
+        trial = Trial(accelerator, model)
+        yield trial
+        free_memory()
+        if not stop.on_any_process(trial.ran_out):
+            fits = size
+        elif size == 1:
+            raise MemoryError(ADVICE)
         else:
-            smallest_failed = middle
-    return largest
+            fails = size
+        size = (fits + fails) // 2
+    del optimizer_state
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    sampler.rehearsed_size, sampler.micro_batch_size = None, fits

@@ -1,150 +1,96 @@
-"""Settings: a dataclass, then `--config recipe.yaml`, then the command line."""
+"""The settings that every training has, and which of them identify a run."""
 
 import dataclasses
-import difflib
-import json
-import math
-import re
-import sys
-import typing
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from kit.errors import UserError, one_line
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 # Settings that may differ between two starts of one run: they move no number beyond rounding (the last: none before
 # the step that could not be counted).
 NEUTRAL = frozenset(
-    "output_dir overwrite_output_dir resume_from_checkpoint micro_batch_size eval_batch_size num_workers logging_steps"
-    " checkpointing_steps checkpoints_total_limit max_train_time ddp_timeout gradient_checkpointing"
-    " torch_compile torch_compile_backend skip_nonfinite_steps".split()
+    "output_dir overwrite_output_dir resume_from_checkpoint micro_batch_size eval_batch_size num_workers"
+    " dataloader_timeout logging_steps checkpointing_steps checkpoints_total_limit max_train_time ddp_timeout"
+    " find_unused_parameters gradient_checkpointing torch_compile torch_compile_backend skip_nonfinite_steps".split()
 )
 
-# Names that people bring from other training scripts, where the near match would not help.
-ELSEWHERE = {
-    "gradient_accumulation_steps": "it is derived from global_batch_size, micro_batch_size and the number of processes",
-    "per_device_train_batch_size": "set micro_batch_size (one forward pass) and global_batch_size (one step)",
-    "per_device_eval_batch_size": "set eval_batch_size",
-    "batch_size": "set global_batch_size (one step) and micro_batch_size (one forward pass)",
-    "fp16": "set mixed_precision: fp16",
-    "bf16": "set mixed_precision: bf16",
-    "max_steps": "set max_train_steps",
-    "save_steps": "set checkpointing_steps",
-    "save_total_limit": "set checkpoints_total_limit",
-    "num_processes": "it belongs to the launcher: accelerate launch --num_processes N, or make ... NUM_PROCESSES=N",
-}
 
+@dataclass(kw_only=True)
+class TrainingSettings:
+    """What every training has. A template inherits these and adds its own."""
 
-def parse_settings(settings_class, description: str, args: list[str] | None = None):
-    """Return an instance of `settings_class` from its defaults, the recipe given by --config and the command line.
+    output_dir: str = "outputs/run"
+    """The run directory: everything that a run leaves behind."""
+    overwrite_output_dir: bool = False
+    """Delete the run in output_dir and start anew."""
+    resume_from_checkpoint: str = "auto"
+    """Where to go on: auto (the newest complete checkpoint of this run), a path, or none."""
+    num_train_epochs: PositiveInt = 3
+    """Passes over the training data."""
+    max_train_steps: PositiveInt | None = None
+    """Total number of optimizer steps. Overrides num_train_epochs."""
+    global_batch_size: PositiveInt = 32
+    """Samples in one optimizer step, over all processes. The accumulation is derived from it."""
+    micro_batch_size: PositiveInt | Literal["auto"] = 16
+    """Samples in one forward pass on one process: as many as fit into memory. auto finds the number."""
+    eval_batch_size: PositiveInt = 32
+    """Samples in one forward pass of an evaluation, on one process."""
+    learning_rate: NonNegativeFloat = 5e-5
+    """Peak learning rate."""
+    weight_decay: NonNegativeFloat = 0.01
+    """For matrices only, not for biases and norms."""
+    warmup_ratio: ClosedUnitInterval = 0.1
+    """Share of all steps in which the learning rate rises from 0."""
+    lr_scheduler_type: Literal["linear", "cosine", "constant_with_warmup", "constant"] = "linear"
+    """Course of the learning rate after the warm-up, counted in optimizer steps."""
+    max_grad_norm: NonNegativeFloat = 1.0
+    """Clip gradients to this norm, once per step. 0: do not clip."""
+    seed: NonNegativeInt = 42
+    """Decides the order of samples, new layers, dropout, augmentation and a carved split."""
+    mixed_precision: Literal["no", "fp16", "bf16"] | None = None
+    """Unset: what the profile says."""
+    torch_compile: bool = False
+    """Compile the model."""
+    torch_compile_backend: str = "inductor"
+    """Backend of torch.compile."""
+    find_unused_parameters: bool = False
+    """Let DDP look for parameters that a forward pass did not use, where the model has some. Costs time."""
+    num_workers: NonNegativeInt | None = 0
+    """Worker processes that load data, for each training process. null: one for each spare core."""
+    dataloader_timeout: NonNegativeFloat = 0.0
+    """Seconds to wait for a batch from a worker before the run fails. 0: wait without a limit."""
+    logging_steps: PositiveInt = 10
+    """Write a training line every N steps."""
+    eval_steps: PositiveInt | Literal["epoch"] = "epoch"
+    """Evaluate every N steps, or at the end of each epoch. Always after the last step."""
+    metric_for_best_model: Literal["loss"] = "loss"
+    """The evaluation's number that decides which model is the best."""
+    greater_is_better: bool | None = None
+    """Direction of that metric. Unset: less is better for a loss, more for anything else."""
+    early_stopping_patience: PositiveInt | None = None
+    """Stop after N evaluations in a row without improvement."""
+    checkpointing_steps: PositiveInt | Literal["epoch"] = "epoch"
+    """Save every N steps, or at the end of each epoch. Always after the last step and with each new best model."""
+    checkpoints_total_limit: PositiveInt | None = 2
+    """Keep at most N checkpoints. The newest and the best always stay."""
+    skip_nonfinite_steps: NonNegativeInt = 0
+    """Skip up to N steps whose gradient is not finite instead of failing. Waits for the device at each step."""
+    max_train_time: PositiveFloat | None = None
+    """Seconds after which this start of the run saves and stops."""
+    ddp_timeout: PositiveFloat = 600.0
+    """Seconds that a process waits for the others before it fails."""
 
-    Raises `UserError` for an unknown name, a value of the wrong type or range, or an unreadable recipe;
-    `SystemExit(0)` for --help and --print_config.
-    """
-    import jsonargparse
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            if isinstance(value, str) and (value == "~" or value.startswith("~/")):  # no shell expands it in a recipe
+                setattr(self, name, str(Path(value).expanduser()))
 
-    args = sys.argv[1:] if args is None else args
-    parser = jsonargparse.ArgumentParser(
-        prog=Path(sys.argv[0]).name, description=description, exit_on_error=False, allow_abbrev=False
-    )
-    parser.add_argument("--config", action=jsonargparse.ActionConfigFile, help="A recipe: YAML with these settings.")
-    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser.add_class_arguments(settings_class)
-    given = {name: value for recipe in _recipes(args) for name, value in _read_recipe(recipe).items()}
-    try:
-        values = parser.parse_args(args)
-    except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
-        raise UserError(_explain(str(error), settings_class, args, given)) from None
-    recipes = [str(path) for path in values.pop("config", None) or []]
-    for name, value in values.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{name}: {value} is not a finite number ({_place(name, args)})")
-    settings = settings_class(**json.loads(json.dumps(values.as_dict())))  # plain int and float, for YAML
-    settings.sources = ["defaults", *recipes, *(["command line"] if _options(args) else [])]  # for the banner
-    return settings
-
-
-def _options(args: list[str]) -> list[str]:
-    """Return the names of the options given on the command line, without --config."""
-    return [arg[2:].split("=")[0].rstrip("+") for arg in args if arg.startswith("--") and arg[2:8] != "config"]
-
-
-def _read_recipe(path: str) -> dict:
-    """Return the names and values of a recipe. Raises `UserError` for what YAML would take without a word."""
-    import yaml
-
-    try:
-        text = Path(path).expanduser().read_text("utf-8")
-        tree = yaml.compose(text, yaml.SafeLoader)
-        values = yaml.safe_load(text)
-    except OSError as error:
-        raise UserError(f"--config: {path} cannot be read ({error.strerror})") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"recipe {path}: it is not YAML ({one_line(error)})") from None
-    if not isinstance(values, dict):
-        raise UserError(f"recipe {path}: not a line for each setting, as 'seed: 42'")
-    names = [key.value for key, _ in tree.value]
-    twice = [name for name in names if names.count(name) > 1]
-    wrong = [key for key in values if not isinstance(key, str)]
-    if twice or wrong:
-        fault = f"{twice[0]} is there twice" if twice else f"{wrong[0]!r} is no name of a setting"
-        raise UserError(f"recipe {path}: {fault}")
-    return values
-
-
-def _explain(message: str, settings_class, args: list[str], given: dict) -> str:
-    """Return the parser's message as one line with the name, the value, the place and the cure."""
-    types = typing.get_type_hints(settings_class)
-    unknown = re.search(
-        r"unrecognized arguments: -*([^\s=]+)|(?:Option|Key|Group key) '([^']+)' is not accepted", message
-    )
-    if unknown:
-        name = unknown[1] or unknown[2]
-        if unknown[1] and f"--{name}" not in " ".join(args):
-            return f"'{name}' stands alone on the command line: options are written --name value"
-        plain = name.replace("-", "_")
-        near = difflib.get_close_matches(plain, types, n=1)
-        cure = ELSEWHERE.get(plain) or (f"did you mean {near[0]}?" if near else "see --help for the options there are")
-        return f"unknown option {name} ({_place(name, args)}): {cure}"
-    key = re.search(r'Parser key "([^"]+)"', message)
-    if key and key[1] == "config":
-        return f"--config: {one_line(message.split(':', 1)[1])}"
-    if key and key[1] in types:
-        found = re.search(r"(?:Given value|Got value): (.*)|: (\S+) does not conform|'(.*)'$", message)
-        value = f"{next(text for text in found.groups() if text is not None).strip()!r} " if found else "it "
-        if key[1] in given and key[1] not in _options(args):
-            value = f"{str(given[key[1]])!r} "
-        wanted = _spell(types[key[1]])
-        hint = "; quote it in YAML: 'no'" if "'False'" in value and "of no," in wanted else ""
-        return f"{key[1]}: {value}is not {wanted} ({_place(key[1], args)}){hint}"
-    recipes = _recipes(args)
-    return (f"recipe {', '.join(recipes)}: " if recipes and "onfig" in message else "") + one_line(message)
-
-
-def _place(name: str, args: list[str]) -> str:
-    return "command line" if name in _options(args) or not _recipes(args) else f"recipe {', '.join(_recipes(args))}"
-
-
-def _recipes(args: list[str]) -> list[str]:
-    after = [value for option, value in zip(args, args[1:], strict=False) if option == "--config"]
-    return after + [arg.split("=", 1)[1] for arg in args if arg.startswith("--config=")]
-
-
-def _spell(annotation) -> str:
-    """Return a type in words: 'a whole number > 0', 'one of no, fp16, bf16', ..."""
-    parts = [part for part in typing.get_args(annotation) if part is not type(None)]
-    if typing.get_origin(annotation) is typing.Literal:
-        return f"one of {', '.join(map(str, parts))}"
-    if typing.get_origin(annotation) is list:
-        return "a list such as '[a, b]'"
-    if parts:
-        return " or ".join(_spell(part) for part in parts)
-    kind = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    limits = " and ".join(
-        f"{signs[compare.__name__]} {bound}" for compare, bound in getattr(annotation, "_restrictions", ())
-    )
-    words = next((kind[base] for base in annotation.__mro__ if base in kind), annotation.__name__)
-    return f"{words} {limits}".strip()
+    @property
+    def is_greater_better(self) -> bool:
+        """The direction of the metric that decides on the best model."""
+        is_loss = self.metric_for_best_model.endswith("loss")
+        return not is_loss if self.greater_is_better is None else self.greater_is_better
 
 
 def save_settings(settings, path: Path) -> None:

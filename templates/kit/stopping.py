@@ -18,6 +18,12 @@ STARTED = time.monotonic()
 
 _received: tuple[int, float] | None = None  # the first signal and when it came
 _is_deferred = False  # True while a Stopper polls; before, there is nothing to save and a signal ends the script
+_is_waiting = False  # True while a batch is waited for, which may never come
+GRACE = 5.0  # seconds that such a batch may still take when the run should stop
+
+
+class Blocked(BaseException):
+    """The run should stop, and the batch that a process waits for does not come. Not for `except Exception`."""
 
 
 def catch_signals() -> None:
@@ -28,20 +34,20 @@ def catch_signals() -> None:
     for number in SIGNALS:
         if signal.Signals(number).name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN:  # not under nohup
             signal.signal(number, _on_signal)
-    if sys.platform == "linux" and _is_child_of_a_launcher():
+    if sys.platform == "linux" and is_launcher(parent_command()):
+        # Only then: a run that was put into the background of a shell must outlive the shell.
         import ctypes
 
         ctypes.CDLL(None).prctl(1, int(signal.SIGTERM))  # 1 is PR_SET_PDEATHSIG
 
 
-def _is_child_of_a_launcher() -> bool:
-    # Only then: a run that was put into the background of a shell must outlive the shell.
+def parent_command() -> list[bytes]:
+    """Return the command line of the parent process, word by word; empty where it cannot be asked."""
     try:
         with open(f"/proc/{os.getppid()}/cmdline", "rb") as file:
-            words = file.read().split(b"\0")
+            return file.read().split(b"\0")
     except OSError:
-        return False
-    return is_launcher(words)
+        return []
 
 
 def is_launcher(command: list[bytes]) -> bool:
@@ -62,6 +68,18 @@ def _on_signal(number, frame) -> None:
         raise SystemExit(EXIT_STOPPED)
     if not _is_deferred:
         os._exit(EXIT_STOPPED)  # an exception could be swallowed in the middle of an import; there is nothing to save
+    if _is_waiting:
+        _set_alarm(GRACE)
+
+
+def _set_alarm(seconds: float) -> None:
+    if hasattr(signal, "setitimer"):  # not on Windows
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def _on_alarm(number, frame) -> None:
+    if _is_waiting:
+        raise Blocked
 
 
 class Stopper:
@@ -88,11 +106,34 @@ class Stopper:
     def __enter__(self):
         global _is_deferred
         _is_deferred = True
+        if hasattr(signal, "SIGALRM") and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGALRM, _on_alarm)
         return self
 
     def __exit__(self, kind, error, trace) -> None:
         global _is_deferred
         _is_deferred = False
+
+    def next_of(self, batches):
+        """Return the next batch, None at the end. Raises `Blocked` if none comes though the run should stop."""
+        global _is_waiting
+        _is_waiting = True
+        try:
+            if self.max_train_time is not None:
+                _set_alarm(max(self.max_train_time - (time.monotonic() - STARTED), 0.0) + GRACE)
+            if _received is not None:
+                _set_alarm(GRACE)
+            return next(batches, None)
+        finally:
+            _is_waiting = False
+            if self.max_train_time is not None or _received is not None:
+                _set_alarm(0.0)
+
+    def describe_reason(self) -> str:
+        """Return why this process should stop, by itself: what the processes could not agree on any more."""
+        if _received is not None:
+            return f"signal {signal.Signals(_received[0]).name}"
+        return f"max_train_time of {self.max_train_time:g} s is up"
 
     def poll(self, step: int | None = None, loss=None, grad_norm=None) -> str | None:
         """Send this process's flags; return the reason to stop that all agreed on at the poll before, or None.

@@ -3,6 +3,8 @@
 import hashlib
 import os
 import platform
+import shutil
+import sys
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -10,6 +12,8 @@ from pathlib import Path
 import torch
 
 from kit.errors import UserError
+from kit.settings import TrainingSettings
+from kit.stopping import is_launcher, parent_command
 
 
 def requested_precision(mixed_precision: str | None) -> str:
@@ -44,33 +48,43 @@ def check_precision(mixed_precision: str | None) -> None:
         )
 
 
-def check_compile(torch_compile: bool, backend: str) -> None:
-    """Refuse a backend of torch.compile that PyTorch does not know."""
-    if torch_compile and backend not in (known := torch.compiler.list_backends(exclude_tags=())):
-        raise UserError(f"torch_compile_backend: there is no {backend}, but {', '.join(known)}")
+def check_machine(settings: TrainingSettings) -> None:
+    """Refuse a precision or a compiler that this machine does not have."""
+    check_precision(settings.mixed_precision)
+    backend = settings.torch_compile_backend
+    if settings.torch_compile and backend not in (known := torch.compiler.list_backends(exclude_tags=())):
+        raise UserError(f"torch_compile_backend: no such backend: {backend}. There are {', '.join(known)}")
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if settings.torch_compile and backend == "inductor" and not shutil.which(compiler.split()[0]):
+        raise UserError(
+            f"torch_compile: the inductor backend needs a C++ compiler and {compiler} was not found: install one, or"
+            " give --torch_compile false"
+        )
 
 
-def build_accelerator(mixed_precision: str | None, ddp_timeout: float):
+def build_accelerator(settings: TrainingSettings):
     """Return the Accelerator of this process, on the CPU (gloo) where no accelerator device is visible.
 
-    `ddp_timeout` is in seconds: how long a process waits for the others in a collective. Raises `UserError` if fp16
-    is asked for on a CPU, `RuntimeError` if fewer processes found each other than were launched.
+    Raises `UserError` for what this machine cannot do (`check_machine`), `RuntimeError` if fewer processes found each
+    other than were launched.
     """
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, InitProcessGroupKwargs
 
-    check_precision(mixed_precision)
-    # No exchange of buffers in each forward pass: one that fails on one process would leave the others waiting. Buffers
-    # are statistics; they matter when a model is judged, and `share_buffers` is called there. By torch's name for it,
-    # which Accelerate 1.15 does not know.
+    check_machine(settings)
     ddp = DistributedDataParallelKwargs()
-    ddp.to_kwargs = lambda: {"forward_sync_buffers": False}
+    # No exchange of buffers in each forward pass: they are statistics, which matter when a model is judged, and
+    # `share_buffers` is called there. By torch's name for it, which Accelerate 1.15 does not know.
+    ddp.to_kwargs = lambda: {
+        "forward_sync_buffers": False,
+        "find_unused_parameters": settings.find_unused_parameters,
+    }
     accelerator = Accelerator(
         cpu=is_on_cpu(),
-        mixed_precision=mixed_precision,
+        mixed_precision=settings.mixed_precision,
         # The batch samplers deal the samples; a batch that Accelerate adds or repeats would count twice.
         dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True),
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=ddp_timeout)), ddp],
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=settings.ddp_timeout)), ddp],
     )
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != accelerator.num_processes:
@@ -89,13 +103,16 @@ def share_buffers(accelerator, model: torch.nn.Module) -> None:
             torch.distributed.broadcast(buffer, 0)
 
 
-@torch.no_grad()
-def average_gradients(accelerator, model: torch.nn.Module) -> None:
-    """Average the gradients over the processes, as DDP does in the last backward pass of a step."""
-    if accelerator.num_processes > 1:
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad = accelerator.reduce(parameter.grad, "mean")
+def profile_in_force() -> str | None:
+    """Return the path of the profile that this run was launched with; None if it was started without a launcher."""
+    if name := os.environ.get("TEMPLATES_PROFILE"):  # set by launch.py
+        return name
+    words = parent_command()
+    if not is_launcher(words):
+        return None
+    words = [word.decode("utf-8", "replace") for word in words]
+    given = [value for option, value in zip(words, words[1:], strict=False) if option == "--config_file"]
+    return (given or [word.split("=", 1)[1] for word in words if word.startswith("--config_file=")] or [None])[0]
 
 
 def visible_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
@@ -107,10 +124,19 @@ def visible_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     return cores
 
 
+def spare_cores() -> int:
+    """Return how many cores this node has for the workers of one training process: its share but one, at most 16."""
+    cores = visible_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(max(cores - 1, 1), 16)
+
+
 def describe_world(accelerator) -> dict:
-    """Return processes, nodes, device, precision and threads of this run, for the banner and run.json."""
+    """Return processes, nodes, device, precision and threads of this run, for the banner and run.json. Collective."""
+    from accelerate.utils import gather_object
+
     processes = accelerator.num_processes
-    nodes = max(1, processes // int(os.environ.get("LOCAL_WORLD_SIZE", processes)))
+    # Every node has a first process, whichever launcher started it.
+    nodes = max(1, gather_object([accelerator.local_process_index]).count(0))
     backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else None
     device = accelerator.device.type
     if device == "cuda":
@@ -119,6 +145,7 @@ def describe_world(accelerator) -> dict:
         device = "cpu (no accelerator is visible)"
     threads, precision = torch.get_num_threads(), accelerator.mixed_precision
     summary = f"{processes} process{'es' if processes > 1 else ''} on {nodes} node{'s' if nodes > 1 else ''}"
+    summary += f" ({processes // nodes} per node)" if nodes > 1 else ""
     summary += f", {backend}" if backend else ""
     return {
         "num_processes": processes,

@@ -5,4 +5,5 @@ from pathlib import Path
 
 def make(folder: Path) -> dict:
     """Return the settings of a small run whose last step is ragged; `folder` is for data that you make here."""
-    return {"num_train_epochs": 2, "global_batch_size": 500, "micro_batch_size": 150, "logging_steps": 1}
+    sizes = {"global_batch_size": 500, "micro_batch_size": 150, "eval_batch_size": 80}
+    return sizes | {"num_train_epochs": 2, "logging_steps": 1}

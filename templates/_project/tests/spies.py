@@ -5,7 +5,6 @@ Results go to files named after the environment variable SPY.
 
 import copy
 import dataclasses
-import itertools
 import json
 import os
 import sys
@@ -29,7 +28,7 @@ def train_plainly(script) -> None:
     Writes SPY.json: the numbers of each step, and the loss and number of samples of each evaluation.
     """
     forward, predict, main = script.forward, script.predict, script.main
-    start, training, evaluations = [], [], {}
+    start, training, evaluations, criteria = [], [], {}, []
 
     def seeing_forward(model, batch):
         if torch.is_grad_enabled():
@@ -39,12 +38,13 @@ def train_plainly(script) -> None:
             evaluations[len(training)][-1].append(_copied(batch))
         return forward(model, batch)
 
-    def seeing_predict(*arguments):
+    def seeing_predict(accelerator, model, criterion, *others):
+        criteria.append(criterion)
         evaluations.setdefault(len(training), []).append([])
-        return predict(*arguments)
+        return predict(accelerator, model, criterion, *others)
 
     def loss_of(model, batch):
-        return script.weighted_loss(forward(model, batch), batch["label"], batch["weight"])
+        return (criteria[0](forward(model, batch), batch["label"]) * batch["weight"]).sum()
 
     def run_both(settings):
         main(settings)
@@ -103,34 +103,21 @@ def count_exchanges(script) -> None:
         accelerator.prepare = seeing_prepare
         return accelerator
 
-    def again(*_):
-        with open(f"{os.environ['SPY']}.txt", "a") as file:
-            file.write("once is enough: ")
-
-    script.build_accelerator, script.average_gradients = seeing_build, again
-
-
-def worse_each_time(script) -> None:
-    """Let each evaluation find a larger loss than the one before."""
-    note, calls = script.note_evaluation, []
-
-    def replaced(progress, metric, *arguments, **keywords):
-        calls.append(1)
-        return note(progress, float(len(calls)), *arguments, **keywords)
-
-    script.note_evaluation = replaced
+    script.build_accelerator = seeing_build
 
 
 def note_saves(script) -> None:
     """Append the step of each checkpoint that is begun to SPY.txt."""
-    save = script.checkpoints.CheckpointWriter.save
+    from kit.checkpoints import CheckpointWriter
+
+    save = CheckpointWriter.save
 
     def noting(self, step, *arguments):
         with open(f"{os.environ['SPY']}.txt", "a") as file:
             file.write(f"{step}\n")
         return save(self, step, *arguments)
 
-    script.checkpoints.CheckpointWriter.save = noting
+    CheckpointWriter.save = noting
 
 
 def skip_third_step(script) -> None:
@@ -147,30 +134,17 @@ def on_a_terminal(script) -> None:
 
 
 def one_second_a_step(script) -> None:
-    """Let the clock that the loop reads before and after each step go on by a second each time."""
-    ticks = itertools.count()
-    script.time = SimpleNamespace(perf_counter=lambda: float(next(ticks)))
+    """Let the clock that the run reads go on by a second in each step."""
+    from kit import run
 
+    train_step, clock = script.train_step, [0.0]
 
-def better_each_time(script) -> None:
-    """Let each evaluation find a smaller loss than the one before."""
-    note, calls = script.note_evaluation, []
+    def replaced(*arguments):
+        clock[0] += 1.0
+        return train_step(*arguments)
 
-    def replaced(progress, metric, *arguments, **keywords):
-        calls.append(1)
-        return note(progress, 1 / len(calls), *arguments, **keywords)
-
-    script.note_evaluation = replaced
-
-
-def no_number(script) -> None:
-    """Let each evaluation find what is not a number."""
-    note = script.note_evaluation
-
-    def replaced(progress, metric, *arguments, **keywords):
-        return note(progress, float("nan"), *arguments, **keywords)
-
-    script.note_evaluation = replaced
+    run.time = SimpleNamespace(perf_counter=lambda: clock[0])
+    script.train_step = replaced
 
 
 def without_test_split(script) -> None:
@@ -179,6 +153,8 @@ def without_test_split(script) -> None:
 
     def replaced(settings):
         splits = load(settings)
+        if isinstance(splits, tuple) and len(splits) == 3:
+            return (*splits[:2], None)
         return dataclasses.replace(splits, test=[] if isinstance(splits.test, list) else None)
 
     script.load_data = replaced
