@@ -1,7 +1,6 @@
 """Made pictures in every form that people have them, for the tests of images."""
 
 import io
-import os
 import runpy
 import sys
 import zlib
@@ -17,8 +16,6 @@ from kit.images import ImageDataset
 
 ROOT = Path(__file__).parent.parent
 TRAINING = {"crop_scale": (0.08, 1.0), "augment": v2.Compose([v2.RandomHorizontalFlip()])}
-PETS = Path(os.environ["TEMPLATES_DATA"], "pets") if "TEMPLATES_DATA" in os.environ else None
-needs_pets = pytest.mark.skipif(PETS is None, reason="TEMPLATES_DATA is not set: no real pets here")
 
 
 def photo(width: int = 60, height: int = 40, seed: int = 0) -> Image.Image:

@@ -14,12 +14,7 @@ from kit.image_cache import open_cache
 from kit.image_files import EncodedImage
 from kit.image_sources import find_images
 from kit.images import ImageDataset
-from pictures import (
-    TRAINING,
-    make_pets,
-    photo,
-    seen,
-)
+from pictures import TRAINING, make_pets, photo, seen
 
 
 @pytest.fixture

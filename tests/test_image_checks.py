@@ -3,6 +3,7 @@
 import hashlib
 import json
 import runpy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,18 +12,16 @@ from PIL import Image, ImageOps
 from torch.utils.data import DataLoader
 
 from kit.errors import UserError
-from kit.image_checks import scan
-from kit.image_files import decode
+from kit.image_checks import check_images, scan
+from kit.image_files import EncodedImage, decode
 from kit.image_sources import find_images, leave_out
 from kit.images import ImageDataset
 from pictures import (
-    PETS,
     ROOT,
     TRAINING,
     jpeg_bytes,
     make_pets,
     names,
-    needs_pets,
     photo,
     run_script,
     spoil,
@@ -57,6 +56,53 @@ def test_a_scan_names_every_bad_file_and_they_can_be_left_out(tmp_path):  # repo
     pyrenees = [name for name in names(splits) if name.startswith("great")]
     with pytest.raises(UserError, match="no image of great_pyrenees left in train"):
         leave_out(splits, pyrenees)
+
+
+def test_only_what_is_new_or_changed_is_decoded_again(tmp_path, monkeypatch):
+    data, scans = make_pets(tmp_path / "data"), tmp_path / "scans"
+    decoded, pixels_of = [], EncodedImage.pixels
+    monkeypatch.setattr(EncodedImage, "pixels", lambda self: decoded.append(Path(self.name).name) or pixels_of(self))
+
+    def check(skip_bad_images: bool = True) -> list[str]:
+        """Return the names of the images that were decoded."""
+        decoded.clear()
+        check_images(find_images(data_dir=str(data)), scans, skip_bad_images)
+        return sorted(decoded)
+
+    assert len(check()) == 12 and check() == []
+    photo(seed=50).save(data / "Abyssinian_7.jpg")
+    assert check() == ["Abyssinian_7.jpg"] and check() == []
+    (data / "Abyssinian_7.jpg").write_bytes(jpeg_bytes(photo(seed=51))[:-40])
+    assert check() == ["Abyssinian_7.jpg"] and check() == []
+    with pytest.raises(UserError, match=r"1 of 13 images cannot be used: .*Abyssinian_7.jpg"):
+        check(skip_bad_images=False)
+    (data / "Abyssinian_6.jpg").unlink()
+    (data / "Abyssinian_7.jpg").unlink()
+    assert check(skip_bad_images=False) == []
+    splits = find_images(data_dir=str(data), seed=9, validation_fraction=0.3)
+    decoded.clear()
+    assert check_images(splits, scans, False) is splits and not decoded, "another split of the same images"
+
+
+def test_a_dark_scan_is_said_by_the_run_and_by_the_check(tmp_path):
+    data = make_pets(tmp_path / "data")
+    Image.fromarray(np.full((40, 60), 3000, np.uint16)).save(data / "Abyssinian_8.tif")
+    splits = find_images(data_dir=str(data))
+    assert scan(splits).odd == {"Abyssinian_8.tif": "mode I;16, uses 12 of 16 bits: looks almost black"}
+    for _ in range(2):  # the second time from what is kept
+        notes = check_images(splits, tmp_path / "scans", False).notes
+        said = f"1 image looks almost black ({data}/Abyssinian_8.tif uses 12 of 16 bits): store it with its full range"
+        assert notes == [*splits.notes, said]
+
+
+def test_a_class_of_damaged_images_is_named_with_its_files(tmp_path):
+    data = tmp_path / "data"
+    write_classes(data, {"elm": 3, "fir": 2, "oak": 3})
+    for number in range(2):
+        (data / "fir" / f"{number}.jpg").write_bytes(b"not an image")
+    splits = find_images(data_dir=str(data))
+    with pytest.raises(UserError, match=r"no image of fir left in train: .*fir/1.jpg.*take the class out"):
+        check_images(splits, tmp_path / "scans", True)
 
 
 def test_a_scan_tells_duplicates_and_which_of_them_leak(tmp_path):
@@ -95,6 +141,19 @@ def test_a_scan_tells_what_is_odd(tmp_path):
     assert odd["l_2.jpg"] == "Exif orientation 6" and odd["l_3.png"] == "1 x 50 pixels"
     assert odd["l_4.jpg"] == "a damaged JPEG, but complete" and odd["cmyk_2.jpg"] == "mode CMYK"
     assert not {"bmp_1.BMP", "tiff_1.tiff", "webp_1.webp"} & odd.keys()
+
+
+def test_check_data_looks_at_the_split_that_training_uses(tmp_path):
+    from image_classification import Settings
+
+    data, report = make_pets(tmp_path / "data", count=20), tmp_path / "report.json"
+    command = ["examples/resnet50_pets/check_data.py", "--data_dir", str(data), "--json", str(report)]
+    assert run_script(*command) == 0
+    for changed in ({}, {"seed": 3}, {"validation_fraction": 0.3}):
+        assert run_script(*command, *[f"--{name}={value}" for name, value in changed.items()]) == 0
+        settings = Settings(data_dir=str(data), **changed)
+        splits = find_images(data_dir=str(data), validation_fraction=settings.validation_fraction, seed=settings.seed)
+        assert json.loads(report.read_text("utf-8"))["source"] == splits.source
 
 
 def test_check_data_answers_0_1_or_2(tmp_path, capsys):
@@ -141,9 +200,9 @@ def test_the_benchmark_measures_the_pipelines_in_one_run(tmp_path, monkeypatch, 
     assert "made JPEGs" in capsys.readouterr().out
 
 
-@needs_pets
-def test_the_odd_files_of_the_real_pets_are_used(tmp_path):
-    files = sorted((PETS / "odd").glob("*.jpg"))
+def test_the_odd_files_of_the_real_pets_are_used(real_data, tmp_path):
+    pets = real_data / "pets"
+    files = sorted((pets / "odd").glob("*.jpg"))
     assert len(files) == 10
     for file in files:
         picture = ImageOps.exif_transpose(Image.open(file)).convert("RGBA")
@@ -151,7 +210,7 @@ def test_the_odd_files_of_the_real_pets_are_used(tmp_path):
         assert np.array_equal(decode(file).permute(1, 2, 0).numpy() * seen, np.asarray(picture)[..., :3] * seen), file
         (tmp_path / file.name).write_bytes(file.read_bytes())
     make_pets(tmp_path, ("Abyssinian", "Bengal"), count=4)
-    (tmp_path / "Abyssinian_100.mat").write_bytes((PETS / "odd" / "Abyssinian_100.mat.head128").read_bytes())
+    (tmp_path / "Abyssinian_100.mat").write_bytes((pets / "odd" / "Abyssinian_100.mat.head128").read_bytes())
     for name in ("american_bulldog_1", "miniature_pinscher_1", "Egyptian_Mau_1"):
         photo().save(tmp_path / f"{name}.jpg")
     splits = find_images(data_dir=str(tmp_path))
@@ -165,9 +224,8 @@ def test_the_odd_files_of_the_real_pets_are_used(tmp_path):
     assert all(dataset[i]["image"].shape == (3, 32, 32) for i in range(len(dataset)))
 
 
-@needs_pets
-def test_the_real_pets_are_clean_and_split_as_published():
-    splits = find_images(data_dir=str(PETS))
+def test_the_real_pets_are_clean_and_split_as_published(real_data):
+    splits = find_images(data_dir=str(real_data / "pets"))
     assert splits.source["rows"] == {"train": 628, "validation": 64, "test": 335} and len(splits.label_names) == 37
     report = scan(splits)
     assert report.num_images == 1027 and not report.bad and not report.duplicates

@@ -2,26 +2,20 @@
 
 import io
 import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, TiffImagePlugin
 from torch.utils.data import DataLoader
 
 from kit.errors import UserError
-from kit.image_files import EncodedImage, ImageItem, decode
+from kit.image_files import SUFFIXES, EncodedImage, ImageItem, decode
 from kit.image_sources import find_images
 from kit.images import ImageDataset
-from pictures import (
-    ROOT,
-    TRAINING,
-    jpeg_bytes,
-    photo,
-    seen,
-    write_every_mode,
-)
+from pictures import ROOT, TRAINING, jpeg_bytes, photo, seen, write_every_mode
 
 
 def test_every_mode_is_decoded_to_the_rgb_that_it_shows(tmp_path):  # report 26
@@ -64,7 +58,7 @@ def test_the_fast_jpeg_decoder_answers_bit_for_bit_what_pillow_answers(mode, opt
     assert np.array_equal(decode(data).permute(1, 2, 0).numpy(), expected)
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF"])
 def test_exif_orientation_is_applied_exactly_once_and_an_illegal_one_never(kind):
     for orientation in range(11):
         exif, buffer = Image.Exif(), io.BytesIO()
@@ -132,3 +126,64 @@ def test_a_decompression_bomb_is_refused_by_its_header(tmp_path):
     (tmp_path / "bomb.jpg").write_bytes(data)
     with pytest.raises(UserError, match=r"bomb\.jpg: .*DecompressionBomb"):
         decode(tmp_path / "bomb.jpg")
+
+
+@pytest.mark.parametrize("suffix", sorted(SUFFIXES))
+def test_every_suffix_that_is_looked_for_can_be_decoded(tmp_path, suffix):
+    image = photo().convert({".pgm": "L", ".pbm": "1"}.get(suffix, "RGB"))
+    image.save(tmp_path / f"a_1{suffix}")
+    pixels = decode(tmp_path / f"a_1{suffix}").permute(1, 2, 0).numpy().astype(int)
+    assert np.abs(pixels - np.asarray(image.convert("RGB"))).mean() < 12
+
+
+def tiff_bytes(values: np.ndarray, tags: dict[int, int] | None = None) -> bytes:
+    """Return a grey TIFF of 16 bits with more tags, of type SHORT."""
+    info, buffer = TiffImagePlugin.ImageFileDirectory_v2(), io.BytesIO()
+    for tag, value in (tags or {}).items():
+        info[tag] = value
+        info.tagtype[tag] = 3
+    Image.fromarray(values.astype(np.uint16)).save(buffer, "TIFF", tiffinfo=info)
+    return buffer.getvalue()
+
+
+def twelve_bit_tiff(values: np.ndarray) -> bytes:
+    """Return a grey TIFF of 12 bits in the file: two pixels in three bytes."""
+    height, width = values.shape
+    pairs = values.reshape(-1, 2).astype(np.uint32)
+    packed = (pairs[:, 0] << 12 | pairs[:, 1])[:, None] >> np.array([16, 8, 0]) & 255
+    data = packed.astype(np.uint8).tobytes()
+    tags = [(256, width), (257, height), (258, 12), (259, 1), (262, 1), (273, 122), (277, 1), (278, height)]
+    tags += [(279, len(data))]
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    head = struct.pack("<2sHIH", b"II", 42, 8, len(tags)) + entries + struct.pack("<I", 0)
+    return head + data
+
+
+def test_twelve_bits_are_scaled_by_what_the_file_says():
+    values = np.arange(40 * 60).reshape(40, 60) * 4095 // 2399
+    wanted = np.repeat((values * 255 / 4095).round().astype(np.uint8)[..., None], 3, 2)
+    for data in (tiff_bytes(values, {281: 4095}), tiff_bytes(values, {281: 3000}), twelve_bit_tiff(values)):
+        image = EncodedImage(data, "")
+        assert image.opened.mode == "I;16" and np.array_equal(image.pixels(), wanted) and not image.dark
+    full = values * 16  # all 16 bits are used: a tag that says less contradicts the pixels
+    for tags in ({}, {281: 4095}):
+        image = EncodedImage(tiff_bytes(full, tags), "")
+        assert np.array_equal(image.pixels()[..., 0], (full / 257).round()) and not image.dark
+
+
+def test_a_part_of_16_bits_is_called_dark():
+    values = np.arange(40 * 60).reshape(40, 60) * 4095 // 2399
+    rgb16 = np.repeat((values.astype(">u2"))[..., None], 3, 2)
+    header = struct.pack(">IIBBBBB", 60, 40, 16, 2, 0, 0, 0)
+    rows = b"".join(b"\0" + row.tobytes() for row in rgb16)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
+    png = b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body)) for kind, body in chunks
+    )
+    for data in (tiff_bytes(values), png):
+        image = EncodedImage(data, "")
+        assert image.pixels().max() <= 16 and image.dark == "uses 12 of 16 bits"
+    for data in (tiff_bytes(values * 0), jpeg_bytes(Image.new("RGB", (8, 8))), jpeg_bytes(photo())):
+        image = EncodedImage(data, "")
+        image.pixels()
+        assert not image.dark

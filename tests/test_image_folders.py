@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,19 +14,10 @@ import torch
 
 from kit.errors import UserError
 from kit.image_checks import check_images, scan
-from kit.image_folders import class_from_name
+from kit.image_folders import class_from_name, split_of
 from kit.image_sources import find_images
 from kit.images import ImageDataset
-from pictures import (
-    PETS,
-    ROOT,
-    jpeg_bytes,
-    make_pets,
-    names,
-    needs_pets,
-    photo,
-    write_classes,
-)
+from pictures import ROOT, jpeg_bytes, make_pets, names, photo, write_classes
 
 
 def test_strangers_in_the_folder_are_ignored_and_counted(tmp_path):  # report 70
@@ -93,6 +85,18 @@ def test_folders_of_classes_may_stand_below_splits(tmp_path):
         ({"": 2, "a": 2}, r"holds images \(0.jpg\) and folders of images \(a\) side by side"),
         ({"": 2}, "no class in the name '[01].jpg'"),
         ({"a": 1, "b": 1}, "no image for validation"),
+        # a class without images
+        ({"a": 2, "b": 2, "c": 0}, r"/c: a class without images \(empty\): bring images of a kind that is read"),
+        ({"train/a": 2, "train/b": 2, "train/c": 0, "val/a": 1}, r"/train/c: a class without images"),
+        ({"train/a": 2, "train/b": 2, "test/a": 1, "test/b": 0}, r"/test/b: a class without images"),
+        ({"train/a": 2, "train/b": 2, "test": 0}, r"/test: a split without images \(empty\)"),
+        # splits that would be taken for classes
+        ({"elm/Training": 2, "oak/Training": 2, "elm/test": 1}, "elm, oak hold splits .*train/CLASS"),
+        ({"one/a": 2, "one/b": 2, "two/a": 2, "two/b": 2}, "one, two look like splits, .*a, b.*: name them train"),
+        ({"seg_train/seg_train/a": 2, "seg_test/seg_test/a": 2}, "seg_test, seg_train look like splits"),
+        ({"pets/train/a": 2, "pets/train/b": 2, "pets/test/a": 1}, "one folder only, pets: give --data_dir .*/pets"),
+        ({"Train/a": 2, "Train/b": 2, "test/A": 1}, r"test has classes that train has not: A \(train has a\)"),
+        ({"Training/a": 2, "Training/b": 2, "train/a": 1}, "above the classes only train, validation"),
     ],
 )
 def test_a_folder_that_makes_no_sense_is_refused_in_one_line(tmp_path, folders, message):
@@ -100,6 +104,108 @@ def test_a_folder_that_makes_no_sense_is_refused_in_one_line(tmp_path, folders, 
     with pytest.raises(UserError, match=message) as caught:
         find_images(data_dir=str(tmp_path))
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("train", "validation", "test"),
+    [
+        ("Training", "Validation", "Testing"),
+        ("TRAIN", "Val", "TEST"),
+        ("train2017", "val2017", "test2017"),
+        ("training_set", "dev-set", "test set"),
+        ("TrainImages", "eval_data", "Testing Data"),
+    ],
+)
+def test_splits_are_known_by_their_usual_names(tmp_path, train, validation, test):
+    for folder, count, seed in ((train, 6, 0), (validation, 2, 1), (test, 3, 2)):
+        write_classes(tmp_path / folder, {"elm": count, "fir": count, "oak": count}, seed)
+    splits = find_images(data_dir=str(tmp_path))
+    assert splits.source["rows"] == {"train": 18, "validation": 6, "test": 9}
+    assert splits.label_names == ("elm", "fir", "oak")
+    said = [note for note in splits.notes if f"{train} is train" in note]
+    assert len(said) == (0 if train == "TRAIN" else 1)
+
+
+@pytest.mark.parametrize("name", ["trainer", "trained", "retest", "tester", "attest", "value", "device", "1", "_"])
+def test_other_words_are_no_splits(name):
+    assert split_of(name) is None
+
+
+def test_sub_folders_of_a_class_are_part_of_it(tmp_path):
+    write_classes(tmp_path / "cat" / "images", {"monday": 2, "tuesday": 1})
+    write_classes(tmp_path / "dog" / "images", {"monday": 2, "friday": 3})
+    splits = find_images(data_dir=str(tmp_path))
+    assert splits.label_names == ("cat", "dog") and len(list(splits)) == 8
+    write_classes(tmp_path, {"cat": 2})  # images directly in it: a class, whatever the folders below have in common
+    write_classes(tmp_path / "cat", {"front": 1, "side": 1})
+    write_classes(tmp_path / "dog", {"front": 1, "side": 1})
+    assert find_images(data_dir=str(tmp_path)).label_names == ("cat", "dog")
+
+
+def test_a_class_of_unread_files_is_named_with_them(tmp_path):
+    write_classes(tmp_path, {"elm": 3, "oak": 3})
+    (tmp_path / "fir" / "raw").mkdir(parents=True)
+    for name in ("fir/a.heic", "fir/b.HEIC", "fir/raw/c.heic", "fir/.DS_Store"):
+        (tmp_path / name).write_bytes(b"0")
+    with pytest.raises(UserError) as caught:
+        find_images(data_dir=str(tmp_path))
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path}/fir: a class without images (.HEIC (1), .heic (2), hidden files (1)): bring")
+    assert ".avif" in message and "take the folder out" in message
+    shutil.rmtree(tmp_path / "fir")
+    (tmp_path / "fir").symlink_to(tmp_path / "oak")
+    with pytest.raises(UserError, match=r"/fir: a class without images \(links to folders \(1\)\)"):
+        find_images(data_dir=str(tmp_path))
+
+
+def test_folders_of_the_system_are_no_classes(tmp_path):
+    write_classes(tmp_path, {"elm": 3, "oak": 3, "__MACOSX/elm": 1, "@eaDir": 2, ".thumbnails": 2})
+    assert find_images(data_dir=str(tmp_path)).label_names == ("elm", "oak")
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
+    write_classes(tmp_path, {"elm": 3, "oak": 3})
+    scandir = os.scandir
+
+    def refused(path):
+        if str(path).endswith("oak"):
+            raise PermissionError(13, "Permission denied")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(UserError, match=r"/oak: cannot be listed \(Permission denied\)"):
+        find_images(data_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("Oak", "oak"), ("red_oak", "red oak"), ("tea", "tea\u200b"), ("oak", "oak "), ("Straße", "STRASSE")],
+)
+def test_classes_that_look_alike_are_named_as_a_likely_mistake(tmp_path, one, other):
+    write_classes(tmp_path, {one: 3, other: 3, "elm": 3, "fir": 3})
+    notes = find_images(data_dir=str(tmp_path)).notes
+    assert sum("probably one class" in note for note in notes) == 1
+    assert sum(repr(one) in note and repr(other) in note and "elm" not in note for note in notes) == 1
+
+
+def test_two_spellings_of_an_accent_are_one_class_and_said(tmp_path):
+    write_classes(tmp_path, {"cafe\u0301": 3, "elm": 3})
+    (tmp_path / "caf\u00e9").mkdir()
+    photo(seed=9).save(tmp_path / "caf\u00e9" / "other.jpg")
+    splits = find_images(data_dir=str(tmp_path))
+    assert splits.label_names == ("caf\u00e9", "elm") and len(list(splits)) == 7
+    assert [note for note in splits.notes if "spelled in two ways" in note and "caf\u00e9" in note]
+    photo(seed=10).save(tmp_path / "caf\u00e9" / "0.jpg")
+    with pytest.raises(UserError, match="two files have this name"):
+        find_images(data_dir=str(tmp_path))
+
+
+def test_a_name_with_a_line_end_is_written_out_and_said(tmp_path):
+    write_classes(tmp_path, {"red\noak": 3, "elm": 3, "fir\u2028tree": 3})
+    splits = find_images(data_dir=str(tmp_path))
+    assert splits.label_names == ("elm", "fir%2028tree", "red%0aoak")
+    assert sum("control character in a name, written as red%0aoak" in note for note in splits.notes) == 1
+    assert all(note.isprintable() for note in splits.notes) and splits.read(splits.train[-1])
 
 
 def test_missing_folders_and_double_sources_are_refused():
@@ -212,12 +318,11 @@ def test_the_pets_are_torchvisions_with_the_official_lists(tmp_path, monkeypatch
     assert "\n" not in str(caught.value)
 
 
-@needs_pets
-def test_the_real_pets_are_torchvisions_with_the_official_lists(tmp_path):
+def test_the_real_pets_are_torchvisions_with_the_official_lists(real_data, tmp_path):
     folder = tmp_path / "oxford-iiit-pet"
     folder.mkdir()
     for part in ("images", "annotations"):
-        (folder / part).symlink_to(PETS / part, target_is_directory=True)
+        (folder / part).symlink_to(real_data / "pets" / part, target_is_directory=True)
     check_against_torchvision(tmp_path)
 
 

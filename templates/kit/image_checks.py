@@ -70,7 +70,9 @@ def check_images(splits: ImageSplits, folder: Path, skip_bad_images: bool) -> Im
     named = dict(zip(marks, items, strict=True))
     if known["dark"]:
         shown = [f"{item.where} {known['dark'][mark]}" for mark, item in named.items() if mark in known["dark"]]
-        note = f"{len(shown)} images look almost black ({shown[0]}): store them with their full range"
+        many = f"{len(shown)} images look almost black ({shown[0]}, ...): store them with their full range"
+        one = f"1 image looks almost black ({shown[0]}): store it with its full range"
+        note = one if len(shown) == 1 else many
         splits = replace(splits, notes=[*splits.notes, note])
     bad = {item.name: known["bad"][mark] for mark, item in named.items() if mark in known["bad"]}
     if not bad:

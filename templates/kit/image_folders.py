@@ -116,7 +116,7 @@ def folder_splits(data_dir: str, listing: Listing) -> dict[str, list]:
             f"{data_dir}: holds images ({min(flat)}) and folders of images ({min(tops)}) side by side: move one of them"
         )
     known = {top: split for top in tops if (split := split_of(top))}
-    train_is_a_class = set(known.values()) == {"train"} and len(tops) > 1  # beside "bus" and "car"
+    train_is_a_class = set(known.values()) == {"train"} and len(tops) > len(known)  # beside "bus" and "car"
     if not known or train_is_a_class:
         if tops:
             _refuse_splits_in_disguise(data_dir, files, tops)
