@@ -2,8 +2,10 @@
 
     PYTHONPATH=templates python examples/resnet50_pets/check_data.py --data_dir DATA [--json FILE]
 
-Lists bad files, odd ones (used all the same), exact duplicates, also between the splits, and images per class. Exit
-code 0; 1 if there are bad files or the same image is in two splits; 2 if the data cannot be made sense of.
+Lists bad files, odd ones (used all the same), exact duplicates, also between the splits, and images per class. The
+options that decide on the splits are the template's, with its defaults: give those of your recipe, and the splits are
+those of the run. Exit code 0; 1 if there are bad files, or the same image is in two splits or classes; 2 if the data
+cannot be made sense of.
 """
 
 import argparse
@@ -14,7 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from kit.errors import exit_codes
-from kit.image_sources import ImageSplits, ScanReport, find_images, scan
+from kit.image_checks import ScanReport, scan
+from kit.image_sources import ImageSplits, find_images
 
 
 def class_counts(splits: ImageSplits) -> dict[str, dict[str, int]]:
@@ -51,23 +54,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--data_dir", help="a folder of images")
-    parser.add_argument("--dataset_name", help="oxford-iiit-pet (below data_dir), or a dataset of the hub")
+    source = parser.add_argument_group("the same as in the recipe")
+    source.add_argument("--data_dir", help="a folder of images")
+    source.add_argument("--dataset_name", help="oxford-iiit-pet (below data_dir), or a dataset of the hub")
+    source.add_argument("--dataset_config_name", help="its configuration, where it has several")
+    source.add_argument("--image_column", help="of a dataset of the hub; default: the only column of images")
+    source.add_argument("--label_column", help="of a dataset of the hub; default: the only column of classes")
+    source.add_argument("--validation_fraction", type=float, default=0.1, help="default: %(default)s")
+    source.add_argument("--seed", type=int, default=42, help="default: %(default)s")
     parser.add_argument("--num_workers", type=int, help="threads; default: the cores of this machine")
     parser.add_argument("--json", type=Path, help="write all of it here as well")
-    arguments = parser.parse_args()
-    splits = find_images(data_dir=arguments.data_dir, dataset_name=arguments.dataset_name)
-    report = scan(splits, arguments.num_workers)
+    arguments = vars(parser.parse_args())
+    num_workers, path = arguments.pop("num_workers"), arguments.pop("json")
+    splits = find_images(**arguments)
+    report = scan(splits, num_workers)
     show(splits, report)
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
         result = {
             **asdict(report),
             "source": splits.source,
             "notes": splits.notes,
             "classes": class_counts(splits),
         }
-        arguments.json.write_text(json.dumps(result, indent=1), "utf-8")
+        path.write_text(json.dumps(result, indent=1), "utf-8")
     return 1 if report.bad or report.leaks or report.contradictions else 0
 
 

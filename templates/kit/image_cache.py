@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from kit.errors import UserError
+from kit.image_files import EncodedImage, ImageItem
 from kit.image_sources import ImageSplits
-from kit.images import EncodedImage, ImageItem
 from kit.world import visible_cores
 
 FORMAT = 1  # raise it when the layout or the pixels change

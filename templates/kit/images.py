@@ -1,143 +1,21 @@
-"""Decode any image to upright RGB, crop it reproducibly, and hand it out as bytes that the device normalises.
+"""Crop images reproducibly, mix them, and hand them out as bytes that the device normalises.
 
-Why these libraries. Pillow opens everything and decides what an image is. The pixels of ordinary JPEGs come from
-simplejpeg (libjpeg-turbo; it needs numpy only), which answers bit for bit what Pillow answers, in 0.73 of its time,
-notices truncation, and can decode at 1/2, 1/4 or 1/8 of the size; torchvision.io takes 0.8 of Pillow's time and cannot.
-Cropping and resizing uint8 in torch also equals Pillow's bit for bit, in 0.35 of its time.
+Cropping and resizing uint8 in torch equals Pillow's bit for bit, in 0.35 of its time.
 """
 
-import io
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch.utils.data import Dataset
 
-from kit.errors import UserError
-
-if TYPE_CHECKING:
-    import PIL.Image
-
-    from kit.image_cache import ImageCache
-
-FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP", "TIFF")  # what Pillow may open, whatever the suffix says
-
-
-class ImageItem(NamedTuple):
-    name: str  # below the data folder, with "/" on every platform; split/row in a hub dataset
-    label: int
-    place: str | tuple[str, int]  # the file, or (split, row) of the hub dataset
-
-    @property
-    def where(self) -> str:
-        """What errors name: the file's path, or split/row."""
-        return self.place if isinstance(self.place, str) else self.name
-
-
-def read_image(item: ImageItem, tables: dict) -> bytes:
-    """Return the bytes of an image as they are stored. Raises `UserError` with its path where that fails."""
-    path = item.place
-    if not isinstance(path, str):
-        split, row = item.place
-        stored = tables[split][row]["image"]
-        if stored["bytes"] is not None:
-            return stored["bytes"]
-        path = stored["path"]
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-
-
-class EncodedImage:
-    """An image whose header is read: `height` and `width` in pixels, upright; `pixels` decodes. Raises `UserError`."""
-
-    def __init__(self, data: bytes, name: str):
-        from PIL import Image
-
-        self.data, self.name, self.damaged = data, name, False
-        if not data:
-            raise UserError(f"{name}: an empty file, not an image")
-        try:
-            self.opened: PIL.Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
-            self.orientation = self._exif_orientation()
-        except Image.UnidentifiedImageError:
-            raise UserError(f"{name}: not an image that can be read (begins with {data[:12]!r})") from None
-        except Exception as error:  # Pillow's readers raise many kinds on damaged or huge files
-            raise self._undecodable(error) from error
-        self.width, self.height = self.opened.size if self.orientation < 5 else self.opened.size[::-1]
-
-    def _exif_orientation(self) -> int:
-        """Return 1 to 8; an illegal value (0 is in the real pets) counts as 1, upright."""
-        jpeg = self.opened.format in ("JPEG", "MPO")
-        if self.opened.format == "TIFF" or (jpeg and not {"exif", "xmp"} & self.opened.info.keys()):
-            return 1  # Pillow turns TIFF itself
-        value = self.opened.getexif().get(0x0112)
-        return value if isinstance(value, int) and 1 <= value <= 8 else 1
-
-    def _undecodable(self, error: Exception) -> UserError:
-        return UserError(f"{self.name}: cannot be decoded ({type(error).__name__}: {' '.join(str(error).split())})")
-
-    def pixels(self, shrink: int = 1) -> np.ndarray:
-        """Return upright RGB uint8 [height, width, 3]; of a JPEG each side is divided by `shrink` (1, 2, 4 or 8)."""
-        pixels = self._jpeg_pixels(shrink)
-        if pixels is None:
-            try:
-                pixels = _rgb_pixels(self.opened)
-            except Exception as error:
-                raise self._undecodable(error) from error
-        return _upright(pixels, self.orientation)
-
-    def _jpeg_pixels(self, shrink: int) -> np.ndarray | None:
-        """Decode a JPEG strictly; None where Pillow is to judge: other formats, CMYK, what libjpeg-turbo doubts."""
-        import simplejpeg
-
-        if self.opened.format not in ("JPEG", "MPO") or self.opened.mode not in ("RGB", "L"):
-            return None
-        width, height = self.opened.size
-        try:
-            return simplejpeg.decode_jpeg(self.data, min_height=-(-height // shrink), min_width=-(-width // shrink))
-        except ValueError:
-            self.damaged = True
-            return None
-
-
-def decode(source: str | Path | bytes) -> torch.Tensor:
-    """Return any image as upright RGB uint8 [3, height, width], transparency on white. Raises `UserError`: its path."""
-    name = "image" if isinstance(source, bytes) else str(source)
-    data = source if isinstance(source, bytes) else read_image(ImageItem(name, 0, name), {})
-    return torch.from_numpy(EncodedImage(data, name).pixels()).permute(2, 0, 1)
-
-
-def _rgb_pixels(image: "PIL.Image.Image") -> np.ndarray:
-    """Return [height, width, 3] of any mode, not rotated; of an animation its first frame."""
-    from PIL import Image
-
-    image.load()
-    if image.mode == "F":
-        raise ValueError("32-bit float pixels have no known range: store it with 8 or 16 bits")
-    if image.mode.startswith("I"):  # 16 bits, which convert() would clip or wrap, by mode and version
-        grey = np.asarray(image).astype(np.float32)
-        grey = np.clip(grey / 257 if image.mode != "I" or grey.max() > 255 else grey, 0, 255).round().astype(np.uint8)
-        return np.repeat(grey[..., None], 3, axis=2)
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return np.array(image.convert("RGB"))
-
-
-def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    """Undo an Exif orientation: 2 to 4 mirror or turn by 180 degrees, 5 to 8 swap the sides as well."""
-    if orientation >= 5:
-        pixels = pixels.transpose(1, 0, 2)
-    rows = -1 if orientation in (3, 4, 7, 8) else 1
-    columns = -1 if orientation in (2, 3, 6, 7) else 1
-    return np.ascontiguousarray(pixels[::rows, ::columns])
+from kit.image_cache import ImageCache
+from kit.image_files import EncodedImage, ImageItem, read_image
 
 
 class Box(NamedTuple):
@@ -182,7 +60,41 @@ def resized_crop(
     top, left = min(top, pixels.shape[0] - 1), min(left, pixels.shape[1] - 1)
     crop = torch.from_numpy(pixels[top : max(bottom, top + 1), left : max(end, left + 1)]).permute(2, 0, 1)[None]
     # uint8 in and out, antialiased: equal to Pillow's resize(box=...)
-    return torch.nn.functional.interpolate(crop, (size, size), mode=interpolation, antialias=True)[0]
+    return F.interpolate(crop, (size, size), mode=interpolation, antialias=True)[0]
+
+
+@dataclass
+class Mixing:
+    """Mix each training image with another one, chosen at random: by sample, so that no batch has a say in it.
+
+    `mixup` (arXiv 1710.09412) and `cutmix` (arXiv 1905.04899) are the alpha of their Beta distributions, 0: not at all;
+    with both, each image gets one of them. Draws from Python's global generator. The price: two images are decoded for
+    each sample.
+    """
+
+    mixup: float = 0.0
+    cutmix: float = 0.0
+
+    def __call__(self, own: torch.Tensor, partner: torch.Tensor) -> tuple[torch.Tensor, float]:
+        """Return the mixture of two uint8 images [3, height, width] and the share of `own` in it."""
+        is_cutmix = random.random() < 0.5 if self.mixup and self.cutmix else bool(self.cutmix)
+        alpha = self.cutmix if is_cutmix else self.mixup
+        share = random.betavariate(alpha, alpha)
+        if not is_cutmix:
+            return own.float().lerp_(partner.float(), 1 - share).round_().byte(), share
+        box = patch_box(own.shape[1], own.shape[2], 1 - share)
+        mixed = own.clone()
+        rows, columns = slice(box.top, box.top + box.height), slice(box.left, box.left + box.width)
+        mixed[:, rows, columns] = partner[:, rows, columns]
+        return mixed, 1 - box.height * box.width / own[0].numel()
+
+
+def patch_box(height: int, width: int, area: float) -> Box:
+    """Return a box of this share of the area and the image's aspect around a random point, cut at the borders."""
+    half_height, half_width = (int(0.5 * math.sqrt(area) * side) for side in (height, width))
+    row, column = random.randrange(height), random.randrange(width)
+    top, left = max(row - half_height, 0), max(column - half_width, 0)
+    return Box(top, left, min(row + half_height, height) - top, min(column + half_width, width) - left)
 
 
 @dataclass
@@ -190,23 +102,35 @@ class ImageDataset(Dataset):
     """Images as uint8 [3, image_size, image_size] in RGB, a quarter of the bytes of floats; the device normalises them.
 
     With `crop_scale`, the least and greatest share of the area, a random part is taken, chosen before anything is
-    decoded; without, the centre. `augment` then changes the pixels: any transforms of torchvision v2. Both draw from
-    the global generators, which `kit.batches.build_loader` seeds from (seed, epoch, sample). Picklable.
+    decoded; without, the centre. `augment` then changes the pixels: any transforms of torchvision v2. `mixing` blends
+    the image with one of the others, cropped and augmented likewise; the item then has `partner_label` and `share`, the
+    own label's part. All draw from the global generators, which `kit.batches.build_loader` seeds from (seed, epoch,
+    sample). Picklable.
     """
 
     items: list[ImageItem]
     image_size: int
     crop_scale: tuple[float, float] | None = None
     augment: Callable[[torch.Tensor], torch.Tensor] | None = None
+    mixing: Mixing | None = None
     crop_pct: float = 0.875
     interpolation: str = "bilinear"
     tables: dict = field(default_factory=dict)
-    cache: "ImageCache | None" = None
+    cache: ImageCache | None = None
 
     def __len__(self) -> int:
         return len(self.items)
 
     def __getitem__(self, index: int) -> dict:
+        item = {"image": self.pixels(index), "label": self.items[index].label}
+        if self.mixing is None:
+            return item
+        partner = (index + random.randrange(1, max(len(self), 2))) % len(self)
+        image, share = self.mixing(item["image"], self.pixels(partner))
+        return item | {"image": image, "partner_label": self.items[partner].label, "share": np.float32(share)}
+
+    def pixels(self, index: int) -> torch.Tensor:
+        """Return an image cropped, resized and augmented, uint8 [3, image_size, image_size]."""
         item, size = self.items[index], self.image_size
         cached = self.cache and self.cache[item.name]
         image = cached or EncodedImage(read_image(item, self.tables), item.where)
@@ -217,47 +141,49 @@ class ImageDataset(Dataset):
         # decode at 1/2, 1/4 or 1/8 where the crop still has as many pixels as are wanted
         shrink = next(part for part in (8, 4, 2, 1) if part == 1 or min(box.height, box.width) >= size * part)
         pixels = resized_crop(image.pixels(shrink), (image.height, image.width), box, size, self.interpolation)
-        return {"image": pixels if self.augment is None else self.augment(pixels), "label": item.label}
+        return pixels if self.augment is None else self.augment(pixels)
 
 
-class BatchTransform:
-    """Turn a batch of bytes into what the model sees, on its device: normalised, and in training mixed.
+class NormalisedBatches:
+    """Iterate over the batches of a loader as the model sees them, on its device. Nothing here is random.
 
-    `mean` and `std` [3] are of pixels from 0 to 1. `mixup` (arXiv 1710.09412) and `cutmix` (arXiv 1905.04899) are the
-    alpha of their Beta distribution, 0: not at all; with both, each batch gets one of them. They draw from PyTorch's
-    global generator, which a training loop seeds at each step. With mixing or smoothing, labels become shares of
-    classes, float [batch, classes].
+    `image` becomes float [batch, 3, height, width], normalised by `mean` and `std` [3] of pixels from 0 to 1. Where
+    images were mixed, or with `label_smoothing` (for training only), `label` becomes shares of classes, float
+    [batch, classes]; else it stays int64 [batch].
     """
 
     def __init__(
         self,
+        loader,
         mean: tuple[float, ...],
         std: tuple[float, ...],
-        *,
         num_classes: int,
         device: torch.device,
         label_smoothing: float = 0.0,
-        mixup: float = 0.0,
-        cutmix: float = 0.0,
     ):
+        self.loader, self.num_classes, self.label_smoothing = loader, num_classes, label_smoothing
         self.mean, self.std = (255 * torch.tensor(value, device=device).view(3, 1, 1) for value in (mean, std))
-        self.label_smoothing, self.num_classes = label_smoothing, num_classes
         self.layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
-        self.mixers = []
-        if mixup or cutmix:
-            from torchvision.transforms import v2
+        self.dataset, self.collate_fn = loader.dataset, loader.collate_fn
 
-            kinds = ((v2.MixUp, mixup), (v2.CutMix, cutmix))
-            self.mixers = [kind(alpha=alpha, num_classes=num_classes) for kind, alpha in kinds if alpha]
+    def __len__(self) -> int:
+        return len(self.loader)
 
-    def __call__(self, batch: dict, training: bool = False) -> dict:
-        """Return the batch with `image` as float [batch, 3, height, width]."""
-        image, label = batch["image"].float().sub_(self.mean).div_(self.std), batch["label"]
-        image = image.contiguous(memory_format=self.layout)
-        if training and self.mixers:
-            place = int(torch.randint(len(self.mixers), ()))  # on the CPU: no device is waited for
-            image, label = self.mixers[place](image, label)
-        if training and self.label_smoothing:
-            shares = label if label.ndim == 2 else torch.nn.functional.one_hot(label, self.num_classes).float()
-            label = shares * (1 - self.label_smoothing) + self.label_smoothing / self.num_classes
-        return {**batch, "image": image, "label": label}
+    def __iter__(self) -> Iterator[dict]:
+        return map(self.normalise, self.loader)
+
+    def normalise(self, batch: dict) -> dict:
+        """Return a collated batch that lies on the device, with its image normalised and its label of either kind."""
+        image = batch["image"].float().sub_(self.mean).div_(self.std).contiguous(memory_format=self.layout)
+        return batch | {"image": image, "label": self._label(batch)}
+
+    def _label(self, batch: dict) -> torch.Tensor:
+        label, smoothing = batch["label"], self.label_smoothing
+        if "share" not in batch and not smoothing:
+            return label
+        shares = F.one_hot(label, self.num_classes).float()
+        if "share" in batch:
+            shares = shares.lerp(
+                F.one_hot(batch["partner_label"], self.num_classes).float(), 1 - batch["share"][:, None]
+            )
+        return shares * (1 - smoothing) + smoothing / self.num_classes
