@@ -222,25 +222,26 @@ def count_tokenizing(template) -> None:
 
 def worse_each_time(template) -> None:
     """Let each evaluation find a larger loss than the one before."""
-    _judge(template, lambda scores, number: scores | {"loss": float(number)})
+    _judge(template, lambda number: float(number))
 
 
 def better_each_time(template) -> None:
     """Let each evaluation find a smaller loss than the one before."""
-    _judge(template, lambda scores, number: scores | {"loss": 1 / number})
+    _judge(template, lambda number: 1 / number)
 
 
 def no_number(template) -> None:
     """Let each evaluation find nothing that is a number."""
-    _judge(template, lambda scores, number: dict.fromkeys(scores, float("nan")))
+    _judge(template, lambda number: float("nan"))
 
 
-def _judge(template, change) -> None:
+def _judge(template, loss_of) -> None:
+    """Let the Nth evaluation find `loss_of(N)` for every number but the count."""
     original, calls = template.Run.note_evaluation, []
 
     def replaced(run, scores):
         calls.append(1)
-        return original(run, scores and change(scores, len(calls)))
+        return original(run, scores and {n: v if n == "samples" else loss_of(len(calls)) for n, v in scores.items()})
 
     template.Run.note_evaluation = replaced
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from kit.errors import UserError
 from kit.image_files import SUFFIXES
 
-PETS = "oxford-iiit-pet"  # torchvision's name of the folder, and our dataset_name
 LISTS = "annotations"  # the folder of official lists beside images/
 UNLABELLED = ""  # in place of a class
 SYSTEM_FOLDERS = (".", "__", "@")  # as in .ipynb_checkpoints, __MACOSX, @eaDir

@@ -12,7 +12,6 @@ from kit.errors import UserError
 from kit.image_files import ImageItem, read_image
 from kit.image_folders import (
     LISTS,
-    PETS,
     SPLIT_NAMES,
     UNLABELLED,
     folder_splits,
@@ -20,6 +19,7 @@ from kit.image_folders import (
     official_splits,
     split_of,
 )
+from kit.image_options import PETS
 
 WAYS_ON = "Ways on: a folder of images (--data_dir); a filled cache of a machine that has it"
 

@@ -144,6 +144,11 @@ class ImageDataset(Dataset):
         return pixels if self.augment is None else self.augment(pixels)
 
 
+def layout_for(device: torch.device) -> torch.memory_format:
+    """Return the memory format in which convolutions run fastest on a device, for images and models alike."""
+    return torch.channels_last if device.type == "cuda" else torch.contiguous_format
+
+
 class NormalisedBatches:
     """Iterate over the batches of a loader as the model sees them, on its device. Nothing here is random.
 
@@ -163,7 +168,7 @@ class NormalisedBatches:
     ):
         self.loader, self.num_classes, self.label_smoothing = loader, num_classes, label_smoothing
         self.mean, self.std = (255 * torch.tensor(value, device=device).view(3, 1, 1) for value in (mean, std))
-        self.layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
+        self.layout = layout_for(device)
         self.dataset, self.collate_fn = loader.dataset, loader.collate_fn
 
     def __len__(self) -> int:
