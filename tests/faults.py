@@ -161,6 +161,17 @@ def out_of_memory(template) -> None:
     template.forward = replaced
 
 
+def out_of_memory_in_evaluation(template) -> None:
+    original = template.forward
+
+    def replaced(model, batch):
+        if not model.training:
+            raise template.torch.OutOfMemoryError("CUDA out of memory (planted)")
+        return original(model, batch)
+
+    template.forward = replaced
+
+
 def own_folder(template) -> None:
     """Let one process see another disk under the name of the run directory."""
     from kit import runlog

@@ -37,7 +37,7 @@ def trained(steps: int = 3):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
     train(model, optimizer, schedule, steps)
-    return {"modules": {"model": model}, "optimizers": {"optimizer": optimizer}, "schedules": {"schedule": schedule}}
+    return {"model": model, "optimizer": optimizer, "schedule": schedule}
 
 
 def train(model, optimizer, schedule, steps: int) -> None:
@@ -49,26 +49,26 @@ def train(model, optimizer, schedule, steps: int) -> None:
 
 
 def save(folder, step: int, state=None):
-    return write(folder, snapshot(step, documents={"progress": {"step": step}}, **(state or trained())))
+    return write(folder, snapshot(step, state or trained(), {"progress": {"step": step}}))
 
 
 def test_everything_comes_back_and_goes_on_the_same(tmp_path):
     state, other = trained(), trained(steps=0)
-    restore(save(tmp_path, 3, state), **other)
+    restore(save(tmp_path, 3, state), other)
     for parts in (state, other):
-        train(parts["modules"]["model"], parts["optimizers"]["optimizer"], parts["schedules"]["schedule"], 4)
-    for name, value in state["modules"]["model"].state_dict().items():
-        assert torch.equal(value, other["modules"]["model"].state_dict()[name]), name
+        train(parts["model"], parts["optimizer"], parts["schedule"], 4)
+    for name, value in state["model"].state_dict().items():
+        assert torch.equal(value, other["model"].state_dict()[name]), name
     assert (
-        state["optimizers"]["optimizer"].param_groups[0]["lr"] == other["optimizers"]["optimizer"].param_groups[0]["lr"]
+        state["optimizer"].param_groups[0]["lr"] == other["optimizer"].param_groups[0]["lr"]
     )
 
 
 def test_tied_weights_stay_tied(tmp_path):
     other = trained(steps=0)
     path = save(tmp_path, 3)
-    restore(path, **other)
-    model = other["modules"]["model"]
+    restore(path, other)
+    model = other["model"]
     assert model.head.weight.data_ptr() == model.embedding.weight.data_ptr()
     assert json.loads((path / "model_aliases.json").read_text()) == {"head.weight": "embedding.weight"}
 
@@ -178,7 +178,7 @@ def test_no_file_of_a_checkpoint_can_run_code(tmp_path, monkeypatch):
         assert fault_of(victim) is None, "the attacker writes a good manifest"
         failed = False
         try:
-            restore(victim, **trained(steps=0))
+            restore(victim, trained(steps=0))
             checkpoints.read_document(victim, "progress")
         except Exception:
             failed = True
@@ -201,9 +201,9 @@ def test_saving_goes_on_in_the_background_one_at_a_time(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoints, "write", slow_write)
     state, writer = trained(), CheckpointWriter(tmp_path)
-    before = {name: value.clone() for name, value in state["modules"]["model"].state_dict().items()}
+    before = {name: value.clone() for name, value in state["model"].state_dict().items()}
     writer.save(3, state, {"progress": {}}, None)
-    train(state["modules"]["model"], state["optimizers"]["optimizer"], state["schedules"]["schedule"], 1)
+    train(state["model"], state["optimizer"], state["schedule"], 1)
     assert not list(tmp_path.iterdir()), "it returned before anything was written"
     may_write.set()
     writer.save(4, state, {"progress": {}}, None)

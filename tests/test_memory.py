@@ -1,9 +1,12 @@
-"""`micro_batch_size: auto` finds what fits, keeps the global batch, and goes on when memory runs out in mid-run."""
+"""`micro_batch_size: auto` finds what fits; a run that runs out of memory goes on with half the micro-batch."""
 
 import json
+import re
 
 import pytest
+import torch
 
+from kit.memory import is_out_of_memory
 from worlds import World, largest_difference, lines, numbers, run
 
 
@@ -33,36 +36,37 @@ def test_auto_finds_the_largest_that_fits(num_processes, limit, found, still, pl
     assert largest_difference(numbers(plain), numbers(tmp_path / "run")) <= 1e-5
 
 
-@pytest.mark.parametrize(("num_processes", "rank"), [(1, 0), (2, 0), (2, 1)])
-def test_out_of_memory_in_mid_run_halves_it_and_goes_on_with_the_same_step(num_processes, rank, still, plain, tmp_path):
-    fault = {"limit": 4, "then": 2, "after": 6, "rank": rank}
-    settings, options = auto(still | {"eval_batch_size": 2}, tmp_path / "run", **fault)
-    world = run(num_processes, settings, **options)
-    assert "ran out at step" in world.output(0)
-    assert largest_difference(numbers(plain), numbers(tmp_path / "run")) <= 1e-5
-
-
-def test_out_of_memory_in_mid_window_on_one_process_only(still, plain, tmp_path):
-    fault = {"limit": 2, "then": 1, "after": 7, "rank": 1}  # in the first of two passes; the last has one sample
-    still = still | {"eval_batch_size": 1, "global_batch_size": 6}
-    run(1, still | {"output_dir": str(tmp_path / "plain"), "micro_batch_size": 6})
-    settings, options = auto(still, tmp_path / "run", **fault)
-    world = run(2, settings, **options)
-    assert "ran out at step" in world.output(0)
-    assert largest_difference(numbers(tmp_path / "plain"), numbers(tmp_path / "run")) <= 1e-5
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("call", [1, 6])
-def test_out_of_memory_inside_a_pass_of_one_process(call, where, rank, still, plain, tmp_path):
-    """At call 1 in the search, at call 6 in a step: DDP must not wait for what never comes."""
-    settings, options = auto(still, tmp_path / "run", where=where, rank=rank, call=call)
+def test_out_of_memory_in_the_search_on_one_process(where, rank, still, plain, tmp_path):
+    """DDP must not wait for what never comes."""
+    settings, options = auto(still, tmp_path / "run", where=where, rank=rank, call=1)
     options["patches"] = ["faults:out_of_memory"]
     world = run(2, settings, **options)
-    assert ("again with micro-batches of 2" in world.output(0)) == (call == 6), world.output(0)
-    assert f"micro-batches of {4 if call == 6 else 3} fit" in world.output(0)
+    assert "micro-batches of 3 fit" in world.output(0)
     assert largest_difference(numbers(plain), numbers(tmp_path / "run")) <= 1e-5
+
+
+@pytest.mark.parametrize(("num_processes", "rank", "where"), [(1, 0, "forward"), (2, 0, "backward"), (2, 1, "forward")])
+def test_out_of_memory_in_a_step_ends_all_and_the_same_command_goes_on_with_half(
+    num_processes, rank, where, still, plain, tmp_path
+):
+    settings = still | {"output_dir": str(tmp_path / "run"), "micro_batch_size": 4}
+    fault = {"where": where, "rank": rank, "call": 3 if num_processes == 2 else 6}  # in step 3, mid-window on one
+    options = {"patches": ["faults:out_of_memory"], "environment": {"FAULT": json.dumps(fault)}}
+    world = World(num_processes, settings, **options)
+    assert world.wait(60) == [75] * num_processes, world.output()
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert facts["status"] == "stopped"
+    words = r"out of memory \(CUDA out of memory \(planted\)\) with micro-batches of 4; the next start takes 2"
+    assert re.search(words, facts["cause"]), facts["cause"]
+    assert world.output(0).count("the next start takes 2") == 1
+    assert "Traceback" not in world.output(rank)
+    world = run(num_processes, settings)
+    assert "resume     " in world.output(0) and "step_00000002" in world.output(0)
+    assert "micro-batches of 2 are taken: more ran out of memory" in world.output(0)
+    assert largest_difference(numbers(plain), numbers(tmp_path / "run")) <= 1e-5
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["memory"]["asked"] == 4
 
 
 def test_a_resumed_run_does_not_search_again(still, plain, tmp_path):
@@ -77,15 +81,33 @@ def test_a_resumed_run_does_not_search_again(still, plain, tmp_path):
 
 
 def test_when_not_even_one_fits_it_says_what_to_try_in_order(still, tmp_path):
-    settings, options = auto(still, tmp_path / "run", limit=0)
+    for size in ("auto", 1):
+        settings, options = auto(still, tmp_path / f"run {size}", limit=0)
+        world = run(1, settings | {"micro_batch_size": size}, expected=1, **options)
+        words = ["gradient checkpointing", "max_length", "a smaller model"]
+        places = [world.output().rindex(word) for word in words]
+        assert places == sorted(places)
+        assert "CUDA out of memory (planted)" in world.output() or size == "auto"
+        assert not lines(tmp_path / f"run {size}")
+
+
+def test_an_evaluation_that_does_not_fit_names_its_own_cure(still, tmp_path):
+    settings = still | {"output_dir": str(tmp_path / "run")}
+    options = {"patches": ["faults:out_of_memory_in_evaluation"]}
     world = run(1, settings, expected=1, **options)
-    words = ["gradient_checkpointing", "max_length", "FSDP or DeepSpeed profile", "pipeline"]
-    places = [world.output().rindex(word) for word in words]
-    assert places == sorted(places)
-    assert not (tmp_path / "run" / "metrics.jsonl").exists() or not lines(tmp_path / "run")
+    assert "give a smaller --eval_batch_size" in world.output()
 
 
-def test_a_fixed_micro_batch_that_does_not_fit_fails_with_the_cure(still, tmp_path):
-    settings, options = auto(still, tmp_path / "run", limit=4)
-    world = run(1, settings | {"micro_batch_size": 8}, expected=1, **options)
-    assert "give a smaller --micro_batch_size" in world.output()
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if ..."), False),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you ..."), True),
+        (torch.OutOfMemoryError("HIP out of memory"), True),
+        (MemoryError(), True),
+        (ValueError("CUDA out of memory"), False),
+    ],
+)
+def test_only_out_of_memory_is_taken_for_it(error, expected):
+    assert is_out_of_memory(error) == expected

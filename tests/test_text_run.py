@@ -186,7 +186,7 @@ def test_a_model_folder_that_is_not_whole_is_one_line(fault, words, tiny, tiny_s
     ("changed", "words"),
     [
         ({"max_length": 65}, "it reads 64 tokens at most: set max_length to that or less, not 65"),
-        ({"torch_compile": True, "torch_compile_backend": "inductr"}, "there is no inductr, but"),
+        ({"torch_compile": True, "torch_compile_backend": "inductr"}, "torch_compile_backend: no such backend: inductr. There are "),
     ],
 )
 def test_settings_that_do_not_fit_are_one_line(changed, words, tiny_settings, tmp_path):
@@ -272,7 +272,7 @@ def test_labels_as_words_are_kept_with_the_model(tiny_settings, tmp_path):
     world = run(1, settings)
     assert json.loads((tmp_path / "run" / "best" / "config.json").read_text())["id2label"] == {"0": "no", "1": "yes"}
     assert "no validation split: 10 % of train (2 of 20 rows), stratified by label, seed 42" in world.output()
-    assert "f1 is of yes" in world.output()
+    assert "f1 is that of yes" in world.output()
 
 
 def test_evaluation_keeps_predictions_only(tmp_path):
@@ -284,16 +284,14 @@ def test_evaluation_keeps_predictions_only(tmp_path):
     class Accelerator:
         num_processes = 1
 
-    class Stop:
-        reason = None
+    class Run:
+        is_stopped = False
 
-        def __init__(self):
-            self.polls = 0
-
-        def poll(self):
-            self.polls += 1
-            if self.polls in (10, 200):
-                counts.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()))
+        def evaluation_batches(self, loader):
+            for number, batch in enumerate(loader, 1):
+                if number in (10, 200):
+                    counts.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()))
+                yield batch
 
     class Output:
         def __init__(self, logits):
@@ -307,13 +305,19 @@ def test_evaluation_keeps_predictions_only(tmp_path):
         def forward(self, x):
             return Output(self.layer(x))
 
-    def batches():
-        for i in range(200):
+    class Loader:
+        dataset = range(200)
+
+        def __iter__(self):
+            return map(self.batch, range(200))
+
+        def batch(self, i):
             ids = torch.tensor([i])
-            yield {"inputs": {"x": torch.ones(1, 4)}, "label": ids * 0, "sample_id": ids, "weight": torch.ones(1)}
+            return {"inputs": {"x": torch.ones(1, 4)}, "label": ids * 0, "sample_id": ids, "weight": torch.ones(1)}
 
     counts: list[int] = []
-    predicted = text_classification.predict(Accelerator(), Model(), batches(), 200, Stop())
-    assert not predicted["logits"].requires_grad
-    kept_per_batch = 4
+    criterion = torch.nn.CrossEntropyLoss(reduction="none")
+    predicted = text_classification.predict(Accelerator(), Model(), criterion, Loader(), Run())
+    assert not predicted["output"].requires_grad
+    kept_per_batch = 5
     assert counts[1] - counts[0] <= kept_per_batch * 190 + 8

@@ -19,7 +19,7 @@ from kit.versions import git_commit, untested, versions
 from kit.world import on_main, profile_in_force
 
 SHARED_WITHIN = 30.0  # seconds in which a new file on a network disk must be seen by every node
-NOTES = ".ended_process_*"  # why each process ended early, for process 0 to read
+NOTES = ".ended_process_*"  # why each process ended early, for the others to read; the next start deletes them
 
 
 class RunLog:
@@ -196,8 +196,6 @@ class RunLog:
         if self._bar is not None:
             self._bar.close()
             self._metrics.close()
-        for path in self.path.glob(NOTES):
-            path.unlink(missing_ok=True)
         try:
             self.record(peak_memory_gb=_peak_memory_gb(), **outcome)
         except OSError as full:  # what ended the run matters more: let that be seen
