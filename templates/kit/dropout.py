@@ -106,7 +106,7 @@ class SampleDropout(TorchFunctionMode):
             with self:
                 return redispatch_function(func, types, args, kwargs)
         is_recurrent = func in RECURRENT and self.model.training and any(type(a) is float and a > 0 for a in args)
-        if func in OTHER_DRAWS or is_recurrent:
+        if func in OTHER_DRAWS or is_recurrent or kwargs.get("generator") is not None:
             self.note(f"draws with {func.__name__}, by process and micro-batch")
         return func(*args, **kwargs)
 
@@ -209,7 +209,7 @@ class SampleDropout(TorchFunctionMode):
             frame = sys._getframe()
             while frame and not isinstance(frame.f_locals.get("self"), torch.nn.Module):
                 frame = frame.f_back
-            self.notes[text] = names.get(frame.f_locals["self"], "the model") if frame else "the model"
+            self.notes[text] = (frame and names.get(frame.f_locals["self"])) or "the model"
 
     def warn(self) -> None:
         for text, layer in self.notes.items():
