@@ -35,6 +35,7 @@ from safetensors.torch import save_model
 from torch.utils.data import Dataset, default_collate
 
 from kit.batches import EvaluationSampler, build_loader, build_sampler, seed_all
+from kit.dropout import dropout_notes, exact_dropout
 from kit.errors import exit_codes
 from kit.evaluation import gather_in_order
 from kit.model_card import TORCH
@@ -104,7 +105,10 @@ def train_step(accelerator, model, criterion, optimizer, schedule, batches, wind
     scale = accelerator.num_processes * accelerator.gradient_accumulation_steps / window.num_samples
     for is_last in window:
         batch = next(batches)
-        with nullcontext() if is_last else accelerator.no_sync(model):  # gradients are exchanged once a step
+        with (
+            nullcontext() if is_last else accelerator.no_sync(model),  # gradients are exchanged once a step
+            exact_dropout(model, batch["sample_id"], settings.seed, window.step),  # the same masks for any split
+        ):
             loss = summed_loss(model, criterion, batch)
             accelerator.backward(loss * scale)
         loss_sum += loss.detach()
@@ -153,14 +157,15 @@ def main(settings: Settings) -> None:
     # Data and model
     with preparation:  # one process of a node at a time: the others find its work cached
         train, validation, test = load_data(settings)
-    splits = {"train": train, "validation": validation, "test": test}
-    data, notes = {"rows": {name: len(rows) for name, rows in splits.items() if rows}, "sha256": {}}, []
-    if is_finished(accelerator, settings, data):
-        return
     seed_all(settings.seed, "model")
     model = OwnModel()
     if settings.torch_compile:
         model.compile(backend=settings.torch_compile_backend)
+    splits = {"train": train, "validation": validation, "test": test}
+    data = {"rows": {name: len(rows) for name, rows in splits.items() if rows}, "sha256": {}}
+    notes = dropout_notes(model)
+    if is_finished(accelerator, settings, data):
+        return
     sampler = build_sampler(settings, len(train), accelerator.num_processes)
     optimizer, schedule = build_optimizer(settings, model, sampler.total_steps)
 

@@ -61,6 +61,10 @@ class Settings(TrainingSettings):
     """BatchNorm over the micro-batches of all processes; on GPUs only."""
     ema_decay: OpenUnitInterval | None = None
     """Keep an exponential moving average of the weights with this decay, reached slowly; evaluated as eval_ema_*."""
+    drop_rate: ClosedUnitInterval = 0.0
+    """Dropout before the classification layer, or where the model has it."""
+    drop_path_rate: ClosedUnitInterval = 0.0
+    """Stochastic depth: share of residual branches that are left out, rising with the depth."""
     label_smoothing: ClosedUnitInterval = 0.0
     """Share of a label's weight that is spread over all classes."""
     mixup: NonNegativeFloat = 0.0
@@ -110,6 +114,7 @@ from torch.utils.data import default_collate
 
 from kit.batches import EvaluationSampler, build_loader, build_sampler, seed_all
 from kit.batchnorm import describe_batchnorm, min_micro_batch_size, synchronise_batchnorm
+from kit.dropout import dropout_notes, exact_dropout
 from kit.errors import exit_codes
 from kit.evaluation import class_weights, describe_labels, gather_in_order, write_predictions
 from kit.image_cache import open_cache
@@ -182,6 +187,8 @@ def build_model(settings: Settings, num_classes: int):
     seed_all(settings.seed, "model")
     with loading(settings.model_name_or_path):
         arguments = timm_arguments(settings.model_name_or_path, settings.image_size, num_classes)
+        drops = {"drop_rate": settings.drop_rate, "drop_path_rate": settings.drop_path_rate}
+        arguments |= {name: rate for name, rate in drops.items() if rate}  # not every model takes them
         model = timm.create_model(pretrained=settings.pretrained, **arguments)
         if settings.pretrained:
             model.reset_classifier(num_classes)  # a plain new layer: what some models begin with suits 1,000 classes
@@ -249,7 +256,10 @@ def train_step(accelerator, model, criterion, optimizer, schedule, batches, wind
     scale = accelerator.num_processes * accelerator.gradient_accumulation_steps / window.num_samples
     for is_last in window:
         batch = next(batches)
-        with nullcontext() if is_last else accelerator.no_sync(model):  # gradients are exchanged once a step
+        with (
+            nullcontext() if is_last else accelerator.no_sync(model),  # gradients are exchanged once a step
+            exact_dropout(model, batch["sample_id"], settings.seed, window.step),  # the same masks for any split
+        ):
             loss = summed_loss(model, criterion, batch)
             accelerator.backward(loss * scale)
         loss_sum += loss.detach()
@@ -330,14 +340,10 @@ def main(settings: Settings) -> None:
     model = model.to(accelerator.device, memory_format=layout_for(accelerator.device))
     company = min_micro_batch_size(model, settings.micro_batch_size, settings.global_batch_size, num_processes)
     sampler = build_sampler(settings, len(train), num_processes, min_micro_batch_size=company)
-    batchnorm_notes = describe_batchnorm(
-        model,
-        sampler,
-        sync_batchnorm=settings.sync_batchnorm,
-        gradient_checkpointing=settings.gradient_checkpointing,
-        micro_batch_size=settings.micro_batch_size,
-    )
-    data, notes = splits.source, [*splits.notes, describe_labels(splits.label_names), *batchnorm_notes]
+    options = settings.micro_batch_size, settings.sync_batchnorm, settings.gradient_checkpointing
+    batchnorm_notes = describe_batchnorm(model, sampler, *options)
+    data = splits.source
+    notes = [*splits.notes, describe_labels(splits.label_names), *batchnorm_notes, *dropout_notes(model)]
     if is_finished(accelerator, settings, data):
         return
     optimizer, schedule = build_optimizer(settings, model, sampler.total_steps)

@@ -76,12 +76,13 @@ from pathlib import Path
 import torch
 
 from kit.batches import EvaluationSampler, build_loader, build_sampler, seed_all
+from kit.dropout import dropout_notes, exact_dropout
 from kit.errors import exit_codes
 from kit.evaluation import class_weights, describe_labels, gather_in_order, write_predictions
 from kit.model_card import TRANSFORMERS
 from kit.run import Run, is_finished
 from kit.tables import TextSplits, read_text_splits
-from kit.text_models import assert_fits, head_for, loading
+from kit.text_models import assert_fits, head_for, loading, padding_notes
 from kit.world import FirstOnNode, build_accelerator, on_main, share_buffers
 
 # ---------------------------------------------------------------------------------------------------------- data
@@ -129,14 +130,14 @@ class PadToLongest:
 
 
 def build_model(settings: Settings, splits: TextSplits):
-    """Return the tokenizer, the model in fp32, the same on every process, and a note on its classification layer."""
+    """Return the tokenizer, the model in fp32, the same on every process, and notes for the user."""
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
     name, labels = settings.model_name_or_path, splits.label_names
     seed_all(settings.seed, "model")
     with loading(name):
         tokenizer = AutoTokenizer.from_pretrained(name)
-        key_mapping, note = head_for(AutoConfig.from_pretrained(name), labels)
+        key_mapping, notes = head_for(AutoConfig.from_pretrained(name), labels)
         model, report = AutoModelForSequenceClassification.from_pretrained(
             name,
             num_labels=len(labels),
@@ -154,7 +155,7 @@ def build_model(settings: Settings, splits: TextSplits):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if settings.torch_compile:
         model.compile(backend=settings.torch_compile_backend, dynamic=True)
-    return tokenizer, model, note
+    return tokenizer, model, notes + padding_notes(tokenizer)
 
 
 def build_optimizer(settings: Settings, model, total_steps: int):
@@ -193,7 +194,10 @@ def train_step(accelerator, model, criterion, optimizer, schedule, batches, wind
     scale = accelerator.num_processes * accelerator.gradient_accumulation_steps / window.num_samples
     for is_last in window:
         batch = next(batches)
-        with nullcontext() if is_last else accelerator.no_sync(model):  # gradients are exchanged once a step
+        with (
+            nullcontext() if is_last else accelerator.no_sync(model),  # gradients are exchanged once a step
+            exact_dropout(model, batch["sample_id"], settings.seed, window.step),  # the same masks for any split
+        ):
             loss = summed_loss(model, criterion, batch)
             accelerator.backward(loss * scale)
         loss_sum += loss.detach()
@@ -254,9 +258,10 @@ def main(settings: Settings) -> None:
     # Data and model
     with preparation:
         splits = load_data(settings)
-        tokenizer, model, head_note = build_model(settings, splits)
+        tokenizer, model, model_notes = build_model(settings, splits)
         train, validation, test = tokenize(splits, tokenizer, settings.max_length)
-    data, notes = splits.source, [*splits.notes, head_note, describe_labels(splits.label_names)]
+    data = splits.source
+    notes = [*splits.notes, *model_notes, describe_labels(splits.label_names), *dropout_notes(model)]
     if is_finished(accelerator, settings, data):
         return
     sampler = build_sampler(settings, len(train), accelerator.num_processes, train["length"])
@@ -278,7 +283,7 @@ def main(settings: Settings) -> None:
     with Run(accelerator, settings, sampler, state, data, notes) as run:
         # Resume
         run.resume()
-        model.train()  # from_pretrained leaves it in evaluation mode, without dropout
+        model.train()
         for trial in run.micro_batch_trials(model):  # micro_batch_size: auto
             with trial:
                 accelerator.backward(summed_loss(model, criterion, next(iter(train_loader))))

@@ -9,6 +9,7 @@ import torch
 
 import worlds
 from kit.batches import EvaluationSampler, Sample, StepSampler, WeightedSamples, build_loader, seed_for
+from kit.settings import TrainingSettings
 
 SHAPES = [(101, 16, 5, 2), (37, 8, 3, 3), (3, 16, 2, 1), (1, 8, 8, 3), (7, 2, 1, 3), (10, 10, 10, 1), (9, 9, 4, 2)]
 
@@ -97,7 +98,7 @@ def test_augmentation_follows_epoch_and_sample_whatever_the_workers(num_processe
     found = {}
     for workers in (0, 2):
         steps = sampler(20, 4, 2, num_processes)
-        loader = build_loader(Drawing(), steps, None, workers, seed=1)
+        loader = build_loader(Drawing(), steps, None, TrainingSettings(num_workers=workers, seed=1))
         torch.manual_seed(workers)
         seen = [
             (batch["sample_id"][i].item(), *batch["draw"][i].tolist())
@@ -135,7 +136,7 @@ def test_memory_is_pinned_where_a_device_gains_by_it(device, asks_for_cpu, expec
     monkeypatch.setattr(
         torch.accelerator, "current_accelerator", lambda check_available: device and torch.device(device)
     )
-    assert build_loader(Drawing(), sampler(20, 4, 2, 1), None, 0, seed=1).pin_memory == expected
+    assert build_loader(Drawing(), sampler(20, 4, 2, 1), None, TrainingSettings()).pin_memory == expected
 
 
 def test_lengths_of_a_data_set_are_read_once():
@@ -194,7 +195,8 @@ def train_by_tokens(micro_batch_size: int) -> list[float]:
     model = torch.nn.Sequential(torch.nn.Embedding(11, 8), torch.nn.Linear(8, 11))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     steps = sampler(23, 8, micro_batch_size, accelerator.num_processes)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, build_loader(Tokens(), steps, None, 0, seed=0))
+    loader = build_loader(Tokens(), steps, None, TrainingSettings(seed=0))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     batches, losses = iter(loader), []
     for step in range(1, steps.total_steps + 1):
         window = [next(batches) for _ in range(steps.window(step).num_micro_batches)]

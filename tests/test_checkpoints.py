@@ -59,9 +59,7 @@ def test_everything_comes_back_and_goes_on_the_same(tmp_path):
         train(parts["model"], parts["optimizer"], parts["schedule"], 4)
     for name, value in state["model"].state_dict().items():
         assert torch.equal(value, other["model"].state_dict()[name]), name
-    assert (
-        state["optimizer"].param_groups[0]["lr"] == other["optimizer"].param_groups[0]["lr"]
-    )
+    assert state["optimizer"].param_groups[0]["lr"] == other["optimizer"].param_groups[0]["lr"]
 
 
 def test_tied_weights_stay_tied(tmp_path):

@@ -103,7 +103,10 @@ def test_an_evaluation_that_does_not_fit_names_its_own_cure(still, tmp_path):
     [
         (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if ..."), False),
         (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you ..."), True),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: ..."),
+            True,
+        ),
         (torch.OutOfMemoryError("HIP out of memory"), True),
         (MemoryError(), True),
         (ValueError("CUDA out of memory"), False),

@@ -205,7 +205,10 @@ def test_overwriting_is_done_once_and_never_by_a_restart(settings, tmp_path):
 def test_files_that_no_run_wrote_are_never_overwritten(settings, tmp_path):
     (tmp_path / "mine" / "best").mkdir(parents=True)
     (tmp_path / "mine" / "README.md").write_text("mine")
-    for output_dir, words in (("", "output_dir is empty"), (str(tmp_path / "mine"), "contains README.md, best, which no run wrote")):
+    for output_dir, words in (
+        ("", "output_dir is empty"),
+        (str(tmp_path / "mine"), "contains README.md, best, which no run wrote"),
+    ):
         for overwrite in (False, True):
             with pytest.raises(UserError, match=words):
                 check_run_directory(

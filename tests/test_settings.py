@@ -2,14 +2,13 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
 
 from conftest import TEMPLATES
-from kit.errors import UserError
 from kit.command_line import parse_settings
+from kit.errors import UserError
 from kit.settings import NEUTRAL, save_settings
 from text_classification import Settings
 

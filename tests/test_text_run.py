@@ -186,7 +186,10 @@ def test_a_model_folder_that_is_not_whole_is_one_line(fault, words, tiny, tiny_s
     ("changed", "words"),
     [
         ({"max_length": 65}, "it reads 64 tokens at most: set max_length to that or less, not 65"),
-        ({"torch_compile": True, "torch_compile_backend": "inductr"}, "torch_compile_backend: no such backend: inductr. There are "),
+        (
+            {"torch_compile": True, "torch_compile_backend": "inductr"},
+            "torch_compile_backend: no such backend: inductr. There are ",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_are_one_line(changed, words, tiny_settings, tmp_path):

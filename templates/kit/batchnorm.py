@@ -33,7 +33,7 @@ def synchronise_batchnorm(accelerator, model: torch.nn.Module) -> torch.nn.Modul
 
 
 def describe_batchnorm(
-    model, sampler, *, sync_batchnorm: bool, gradient_checkpointing: bool, micro_batch_size: int | str
+    model, sampler, micro_batch_size: int | str, sync_batchnorm: bool, gradient_checkpointing: bool
 ) -> list[str]:
     """Return what the user should know about BatchNorm in this run."""
     if not learns_batchnorm(model):

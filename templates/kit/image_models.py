@@ -15,7 +15,7 @@ def loading(name: str):
 
     try:
         yield
-    except (OSError, ValueError, RuntimeError, AssertionError, SafetensorError) as error:
+    except (OSError, TypeError, ValueError, RuntimeError, AssertionError, SafetensorError) as error:
         where, reason = f"model_name_or_path {name}", one_line(error)[:200]
         ways = "a cache (HF_HOME) filled on a machine with one, a folder or file with timm weights, --pretrained false"
         if timm.is_model(name):

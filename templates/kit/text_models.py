@@ -39,7 +39,7 @@ def loading(name: str):
         logging.set_verbosity(verbosity)
 
 
-def head_for(config, label_names: tuple[str, ...]) -> tuple[dict[str, str] | None, str]:
+def head_for(config, label_names: tuple[str, ...]) -> tuple[dict[str, str] | None, list[str]]:
     """Return how to load a model whose saved classes may be others, as `key_mapping`, and a note on its head.
 
     A head that was trained for other labels is not loaded: its outputs would get wrong names.
@@ -50,14 +50,21 @@ def head_for(config, label_names: tuple[str, ...]) -> tuple[dict[str, str] | Non
     saved = tuple(config.id2label.values())
     is_classifier = any("ForSequenceClassification" in name for name in config.architectures or ())
     if not is_classifier:
-        return None, "the classification layer is new: the saved model has none"
+        return None, ["the classification layer is new: the saved model has none"]
     if len(saved) == len(label_names) and (saved == label_names or saved[0] == "LABEL_0"):
-        return None, "the classification layer is the saved one: it has the same labels"
+        return None, ["the classification layer is the saved one: it has the same labels"]
     with torch.device("meta"):
         model = AutoModelForSequenceClassification.from_config(config)
     heads = {name.split(".")[0] for name in model.state_dict()} - {model.base_model_prefix}
     note = f"the classification layer is new: the saved one has the labels {', '.join(saved[:20])}"
-    return {rf"^{head}\.": f"saved_{head}." for head in heads}, note
+    return {rf"^{head}\.": f"saved_{head}." for head in heads}, [note]
+
+
+def padding_notes(tokenizer) -> list[str]:
+    """Return what the user should know about how inputs are padded."""
+    if tokenizer.padding_side == "right":
+        return []
+    return ["the tokenizer pads on the left: dropout masks depend on the length of the micro-batch"]
 
 
 def assert_fits(model, tokenizer, name: str, max_length: int, num_texts: int, missing_keys: set[str]) -> None:

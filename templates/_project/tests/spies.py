@@ -13,11 +13,6 @@ from types import SimpleNamespace
 import torch
 
 
-def without_dropout(script) -> None:
-    """Switch dropout off: it draws per process, so runs on other numbers of processes differ by it."""
-    torch.nn.Dropout.forward = lambda self, value: value
-
-
 def _copied(batch):
     return {name: _copied(part) if isinstance(part, dict) else part.clone() for name, part in batch.items()}
 
@@ -52,9 +47,9 @@ def train_plainly(script) -> None:
         optimizer, schedule = script.build_optimizer(settings, model, len(training))
         for step, batch in enumerate(training, 1):
             model.train()
-            script.seed_all(settings.seed, "step", step, 0)
-            loss = loss_of(model, batch) / len(batch["label"])
-            loss.backward()
+            with script.exact_dropout(model, batch["sample_id"], settings.seed, step):
+                loss = loss_of(model, batch) / len(batch["label"])
+                loss.backward()
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
             optimizer.step()
             schedule.step()

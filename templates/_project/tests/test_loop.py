@@ -57,21 +57,14 @@ def settings(small) -> dict:
 
 
 @pytest.fixture(scope="module")
-def still(settings) -> dict:
-    """Settings without the dropout that stands in the saved model's own configuration."""
-    model = settings.get("model_name_or_path", "")
-    return settings | ({"model_name_or_path": model + "_still"} if model.endswith("bert") else {})
-
-
-@pytest.fixture(scope="module")
-def whole(still, tmp_path_factory):
-    """The run that the others are compared with: one process, each step in one forward pass, no dropout."""
+def whole(settings, tmp_path_factory):
+    """The run that the others are compared with: one process, each step in one forward pass."""
     output_dir = tmp_path_factory.mktemp("whole") / "run"
-    one_pass = {"output_dir": str(output_dir), "micro_batch_size": still["global_batch_size"]}
+    one_pass = {"output_dir": str(output_dir), "micro_batch_size": settings["global_batch_size"]}
     run(
         1,
-        still | one_pass,
-        patches=["spies:without_dropout", "faults:record_samples"],
+        settings | one_pass,
+        patches=["faults:record_samples"],
         environment={"SAMPLES": str(output_dir / "samples")},
     )
     return output_dir
@@ -110,10 +103,10 @@ def test_it_is_the_plain_loop(settings, tmp_path):
 
 
 @pytest.mark.parametrize(("num_processes", "share"), [(1, 3), (2, 4), (3, 4)])
-def test_any_split_of_a_step_is_the_same_run(num_processes, share, still, whole, tmp_path):
+def test_any_split_of_a_step_is_the_same_run(num_processes, share, settings, whole, tmp_path):
     output_dir = tmp_path / "run"
-    here = still | {"output_dir": str(output_dir), "micro_batch_size": -(-still["global_batch_size"] // share)}
-    patches = ["spies:without_dropout", "faults:record_samples"]
+    here = settings | {"output_dir": str(output_dir), "micro_batch_size": -(-settings["global_batch_size"] // share)}
+    patches = ["faults:record_samples"]
     run(num_processes, here, patches=patches, environment={"SAMPLES": str(output_dir / "samples")})
     # Rounding differs with the order of sums; 1e-5 relative is 100 times the rounding of fp32.
     assert largest_difference(numbers(whole), numbers(output_dir)) <= 1e-5
@@ -123,8 +116,8 @@ def test_any_split_of_a_step_is_the_same_run(num_processes, share, still, whole,
     assert epoch == list(range(len(epoch))), "each sample once an epoch"
 
 
-def test_gradients_are_exchanged_once_a_step(still, tmp_path):
-    here = still | {"output_dir": str(tmp_path / "run"), "micro_batch_size": still["global_batch_size"] // 8}
+def test_gradients_are_exchanged_once_a_step(settings, tmp_path):
+    here = settings | {"output_dir": str(tmp_path / "run"), "micro_batch_size": settings["global_batch_size"] // 8}
     run(2, here, patches=["spies:count_exchanges"], environment={"SPY": str(tmp_path / "count")})
     exchanges = (tmp_path / "count.txt").read_text()
     buckets = len(exchanges) // 10
@@ -355,11 +348,11 @@ def test_the_average_is_the_average_and_is_exported_where_it_is_asked_for(settin
     assert any(not final[name].equal(raw[2][name]) for name in final)
 
 
-def test_auto_finds_the_micro_batch_that_fits_and_goes_on_with_less_memory(still, whole, tmp_path):
+def test_auto_finds_the_micro_batch_that_fits_and_goes_on_with_less_memory(settings, whole, tmp_path):
     output_dir = tmp_path / "run"
     fault = {"limit": 3, "then": 2, "after": 9, "rank": 1}
-    here = still | {"output_dir": str(output_dir), "micro_batch_size": "auto", "eval_batch_size": 2}
-    patches = ["faults:limited_memory", "spies:without_dropout", "faults:record_samples"]
+    here = settings | {"output_dir": str(output_dir), "micro_batch_size": "auto", "eval_batch_size": 2}
+    patches = ["faults:limited_memory", "faults:record_samples"]
     options = {"environment": {"FAULT": json.dumps(fault), "SAMPLES": str(output_dir / "samples")}, "patches": patches}
     world = run(2, here, expected=75, **options)
     assert "micro-batches of 3 fit" in world.output(0)
@@ -370,8 +363,8 @@ def test_auto_finds_the_micro_batch_that_fits_and_goes_on_with_less_memory(still
     assert largest_difference(numbers(whole), numbers(output_dir)) <= 1e-5
 
 
-def test_a_resumed_run_does_not_search_again(still, tmp_path):
-    here = still | {"output_dir": str(tmp_path / "run"), "micro_batch_size": "auto"}
+def test_a_resumed_run_does_not_search_again(settings, tmp_path):
+    here = settings | {"output_dir": str(tmp_path / "run"), "micro_batch_size": "auto"}
     environment = {"FAULT": json.dumps({"limit": 3, "call": 15})}
     world = World(2, here, SCRIPT, ["faults:limited_memory", "faults:die_in_window"], environment)
     assert -signal.SIGKILL in world.wait(), world.output()
