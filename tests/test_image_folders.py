@@ -131,6 +131,15 @@ def test_other_words_are_no_splits(name):
     assert split_of(name) is None
 
 
+def test_images_are_found_by_every_usual_suffix_in_any_case(tmp_path):
+    suffixes = ".jpg .JPEG .jfif .jpe .png .gif .bmp .webp .tif .TIFF .avif .jp2 .ppm .pgm".split()
+    for label in ("elm", "oak"):
+        (tmp_path / label).mkdir()
+        for suffix in suffixes:
+            (tmp_path / label / f"1{suffix}").touch()  # nothing is opened here
+    assert len(list(find_images(data_dir=str(tmp_path)))) == 2 * len(suffixes)
+
+
 def test_sub_folders_of_a_class_are_part_of_it(tmp_path):
     write_classes(tmp_path / "cat" / "images", {"monday": 2, "tuesday": 1})
     write_classes(tmp_path / "dog" / "images", {"monday": 2, "friday": 3})
@@ -179,7 +188,14 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [("Oak", "oak"), ("red_oak", "red oak"), ("tea", "tea\u200b"), ("oak", "oak "), ("Straße", "STRASSE")],
+    [
+        ("Oak", "oak"),
+        ("red_oak", "red oak"),
+        ("tea", "tea\u200b"),
+        ("oak", "oak "),
+        ("tea", "t\u200bea"),
+        ("Straße", "STRASSE"),
+    ],
 )
 def test_classes_that_look_alike_are_named_as_a_likely_mistake(tmp_path, one, other):
     write_classes(tmp_path, {one: 3, other: 3, "elm": 3, "fir": 3})
