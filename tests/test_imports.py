@@ -53,7 +53,7 @@ def test_every_way_to_close_a_circle_is_seen(tmp_path, closing, place):
 
 def test_the_kit_imports_no_image_library_at_its_top():
     modules = sorted(file.stem for file in (TEMPLATES / "kit").glob("image*.py"))
-    assert len(modules) == 6
+    assert len(modules) >= 6
     code = f"import sys; import {', '.join(f'kit.{module}' for module in modules)}\n"
     code += f"print([name for name in {IMAGE_LIBRARIES} if name in sys.modules])"
     environment = {**os.environ, "PYTHONPATH": str(TEMPLATES)}
