@@ -93,6 +93,8 @@ def test_folders_of_classes_may_stand_below_splits(tmp_path):
         # splits that would be taken for classes
         ({"elm/Training": 2, "oak/Training": 2, "elm/test": 1}, "elm, oak contain splits .*train/CLASS"),
         ({"one/a": 2, "one/b": 2, "two/a": 2, "two/b": 2}, "one, two look like splits, .*a, b.* to train"),
+        ({"pets_train": 2, "pets_test": 2}, "pets_test, pets_train look like splits, not classes: rename"),
+        ({"seg_train/seg_train/a": 2, "seg_test/seg_test/a": 2, "seg_pred/x": 1}, "seg_pred, seg_test, seg_train look"),
         ({"seg_train/seg_train/a": 2, "seg_test/seg_test/a": 2}, "seg_test, seg_train look like splits"),
         ({"pets/train/a": 2, "pets/train/b": 2, "pets/test/a": 1}, "a single folder, pets: use --data_dir .*/pets"),
         ({"Train/a": 2, "Train/b": 2, "test/A": 1}, r"test has classes that train has not: A \(train has a\)"),
@@ -114,6 +116,7 @@ def test_a_folder_that_makes_no_sense_is_refused_in_one_line(tmp_path, folders, 
         ("train2017", "val2017", "test2017"),
         ("training_set", "dev-set", "test set"),
         ("TrainImages", "eval_data", "Testing Data"),
+        ("images_train", "img-val", "data test"),
     ],
 )
 def test_splits_are_known_by_their_usual_names(tmp_path, train, validation, test):
@@ -138,6 +141,11 @@ def test_images_are_found_by_every_usual_suffix_in_any_case(tmp_path):
         for suffix in suffixes:
             (tmp_path / label / f"1{suffix}").touch()  # nothing is opened here
     assert len(list(find_images(data_dir=str(tmp_path)))) == 2 * len(suffixes)
+
+
+def test_classes_may_have_the_words_of_splits_in_their_names(tmp_path):
+    write_classes(tmp_path, {"train_station": 3, "test_tube": 3, "dev_board": 3})
+    assert find_images(data_dir=str(tmp_path)).label_names == ("dev_board", "test_tube", "train_station")
 
 
 def test_sub_folders_of_a_class_are_part_of_it(tmp_path):

@@ -21,7 +21,8 @@ SPLIT_NAMES = {
     "test": ("test", "testing", "tst"),
 }
 _SPLIT_WORDS = {word: split for split, words in SPLIT_NAMES.items() for word in words}
-_SPLIT = re.compile(rf"({'|'.join(_SPLIT_WORDS)})(data)?(set|split|folder|images?|imgs?)?")
+_BESIDE = r"(?:data|set|split|folder|images?|imgs?|photos?|pictures?)*"
+_SPLIT = re.compile(rf"{_BESIDE}({'|'.join(_SPLIT_WORDS)}){_BESIDE}")
 
 
 @dataclass
@@ -162,13 +163,19 @@ def _class_of(data_dir: str, name: str, rest: str) -> str:
 
 def _refuse_splits_in_disguise(data_dir: str, files: Iterable[str], tops: set[str]) -> None:
     """Refuse folders that look like splits though their names are unknown, and splits that lie below the classes."""
+    shown, words = ", ".join(sorted(tops)[:5]), [re.split(r"[\W\d_]+", top.lower()) for top in sorted(tops)]
+    rename = "rename splits to train, validation and test"
+    said = [{_SPLIT_WORDS[word] for word in parts if word in _SPLIT_WORDS} for parts in words]
+    rests = {tuple(word for word in parts if word not in _SPLIT_WORDS) for parts in words}
+    if len(tops) > 1 and all(said) and len(rests) == 1:  # as in pets_train and pets_test
+        raise UserError(f"{data_dir}: the folders {shown} look like splits, not classes: {rename}")
     below: dict[str, set[str]] = {top: set() for top in tops}
     for name in files:
         top, *folders, _ = name.split("/")
         if not folders:
             return  # an image directly in it: `top` is a class
         below[top].add(folders[0])
-    shared, shown = set.intersection(*below.values()), ", ".join(sorted(tops)[:5])
+    shared = set.intersection(*below.values())
     inner = ", ".join(sorted(shared or set.union(*below.values()))[:5])
     if len(tops) == 1:
         raise UserError(f"{data_dir}: contains a single folder, {shown}: use --data_dir {Path(data_dir, shown)}")
@@ -177,11 +184,11 @@ def _refuse_splits_in_disguise(data_dir: str, files: Iterable[str], tops: set[st
             f"{data_dir}: the folders {shown} contain splits ({inner}): put the splits above the classes, as in"
             " train/CLASS and test/CLASS"
         )
-    words = {_SPLIT_WORDS.get(word) for top in tops for word in re.split(r"[\W\d_]+", top.lower())} - {None}
-    if len(shared) > 1 or (len(words) > 1 and "train" in words):
+    splits = set.union(*said)
+    if len(shared) > 1 or (len(splits) > 1 and "train" in splits):
         raise UserError(
-            f"{data_dir}: the folders {shown} look like splits, not classes: they contain folders ({inner}). Rename"
-            " splits to train, validation and test; if these are the classes, put the images directly into them"
+            f"{data_dir}: the folders {shown} look like splits, not classes, because they contain folders ({inner}):"
+            f" {rename}; if these are the classes, put the images directly into them"
         )
 
 
