@@ -1,6 +1,7 @@
 """kit/image_cache.py: the cache is made once, never stale, and shows the same pictures."""
 
 import ctypes
+import errno
 import multiprocessing
 import os
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from kit import image_cache
-from kit.errors import UserError
+from kit.errors import MachineError, UserError
 from kit.image_cache import open_cache
 from kit.image_files import EncodedImage
 from kit.image_sources import find_images
@@ -114,6 +115,17 @@ def test_a_cache_that_does_not_fit_is_refused_before_it_is_made(tmp_path, pets, 
     needed = Path(open_cache(pets, str(folder), 16, max_gb=1).folder, "pixels.bin").stat().st_size / 1e9
     with pytest.raises(UserError, match=r"others in .* take 0.00 GB: delete"):
         open_cache(pets, str(folder), 20, max_gb=needed * 2)
+
+
+@pytest.mark.parametrize("refusal", [OSError(errno.ENOLCK, "No locks available"), NotImplementedError("no flock")])
+def test_a_file_system_without_locks_is_one_line(tmp_path, pets, monkeypatch, refusal):
+    import filelock
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", lambda self: (_ for _ in ()).throw(refusal))
+    with pytest.raises(
+        MachineError, match=r"cannot be written or locked \((No locks available|no flock)\): set HF_HOME"
+    ):
+        open_cache(pets, str(tmp_path / "cache"), 16, max_gb=1)
 
 
 def test_a_cache_of_a_bad_image_is_refused_with_its_path(tmp_path, pets):

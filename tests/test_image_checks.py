@@ -11,7 +11,8 @@ import torch
 from PIL import Image, ImageOps
 from torch.utils.data import DataLoader
 
-from kit.errors import UserError
+from kit.errors import MachineError, UserError
+from kit.image_cache import open_cache
 from kit.image_checks import check_images, scan
 from kit.image_files import EncodedImage, decode
 from kit.image_sources import find_images, leave_out
@@ -84,6 +85,17 @@ def test_only_what_is_new_or_changed_is_decoded_again(tmp_path, monkeypatch):
     assert check_images(splits, scans, False) is splits and not decoded, "another split of the same images"
 
 
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+    splits = find_images(data_dir=str(make_pets(tmp_path / "data")))
+    (tmp_path / "taken").touch()  # permissions mean nothing to root: a file stands where the folder should
+    with pytest.raises(MachineError, match=r"taken/scans: cannot be written \(Not a directory\): set HF_HOME"):
+        check_images(splits, tmp_path / "taken" / "scans", False)
+    with pytest.raises(
+        MachineError, match=r"taken/caches cannot be written or locked \(Not a directory\): set HF_HOME"
+    ):
+        open_cache(splits, str(tmp_path / "taken" / "caches"), 16, max_gb=1)
+
+
 def test_a_dark_scan_is_said_by_the_run_and_by_the_check(tmp_path):
     data = make_pets(tmp_path / "data")
     Image.fromarray(np.full((40, 60), 3000, np.uint16)).save(data / "Abyssinian_8.tif")
@@ -91,7 +103,7 @@ def test_a_dark_scan_is_said_by_the_run_and_by_the_check(tmp_path):
     assert scan(splits).odd == {"Abyssinian_8.tif": "mode I;16, uses 12 of 16 bits: looks almost black"}
     for _ in range(2):  # the second time from what is kept
         notes = check_images(splits, tmp_path / "scans", False).notes
-        said = f"1 image looks almost black ({data}/Abyssinian_8.tif uses 12 of 16 bits): store it with its full range"
+        said = f"almost black: {data}/Abyssinian_8.tif uses 12 of 16 bits. Store the full range of brightness"
         assert notes == [*splits.notes, said]
 
 

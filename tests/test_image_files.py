@@ -171,7 +171,7 @@ def test_twelve_bits_are_scaled_by_what_the_file_says():
         assert np.array_equal(image.pixels()[..., 0], (full / 257).round()) and not image.dark
 
 
-def test_a_part_of_16_bits_is_called_dark():
+def test_pixels_that_use_a_part_of_their_bits_are_called_dark():
     values = np.arange(40 * 60).reshape(40, 60) * 4095 // 2399
     rgb16 = np.repeat((values.astype(">u2"))[..., None], 3, 2)
     header = struct.pack(">IIBBBBB", 60, 40, 16, 2, 0, 0, 0)
@@ -183,6 +183,10 @@ def test_a_part_of_16_bits_is_called_dark():
     for data in (tiff_bytes(values), png):
         image = EncodedImage(data, "")
         assert image.pixels().max() <= 16 and image.dark == "uses 12 of 16 bits"
+    buffer = io.BytesIO()
+    Image.fromarray(values.astype(np.uint8) % 16).save(buffer, "PNG")
+    image = EncodedImage(buffer.getvalue(), "a mask")
+    assert image.pixels().max() == 15 and image.dark == "uses 4 of 8 bits"
     for data in (tiff_bytes(values * 0), jpeg_bytes(Image.new("RGB", (8, 8))), jpeg_bytes(photo())):
         image = EncodedImage(data, "")
         image.pixels()

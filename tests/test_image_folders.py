@@ -79,24 +79,26 @@ def test_folders_of_classes_may_stand_below_splits(tmp_path):
         ({"a": 3}, "1 classes in train: a; two at least"),
         ({"train/a": 2, "train/b": 2, "val/a": 1, "val/c": 1}, "validation has classes that train has not: c"),
         ({"train/a": 2, "train/b": 2, "test/z": 1}, "test has classes that train has not: z"),
-        ({"train/a": 2, "val/a": 1, "valid/a": 1}, "above the classes only train, validation"),
-        ({"train/a": 2, "train/b": 2, "val/a": 1, "extra/a": 1}, "above the classes only train, validation"),
-        ({"val/a": 2, "test/a": 2}, "above the classes only train, validation"),
-        ({"": 2, "a": 2}, r"holds images \(0.jpg\) and folders of images \(a\) side by side"),
+        ({"train/a": 2, "val/a": 1, "valid/a": 1}, "above the classes, use train"),
+        ({"train/a": 2, "train/b": 2, "val/a": 1, "extra/a": 1}, "above the classes, use train"),
+        ({"val/a": 2, "test/a": 2}, "above the classes, use train"),
+        ({"": 2, "a": 2}, r"contains both images \(0.jpg\) and folders of images \(a\)"),
         ({"": 2}, "no class in the name '[01].jpg'"),
         ({"a": 1, "b": 1}, "no image for validation"),
         # a class without images
-        ({"a": 2, "b": 2, "c": 0}, r"/c: a class without images \(empty\): bring images of a kind that is read"),
+        ({"a": 2, "b": 2, "c": 0}, r"/c: a class without images \(empty\): add images of a supported kind"),
         ({"train/a": 2, "train/b": 2, "train/c": 0, "val/a": 1}, r"/train/c: a class without images"),
         ({"train/a": 2, "train/b": 2, "test/a": 1, "test/b": 0}, r"/test/b: a class without images"),
         ({"train/a": 2, "train/b": 2, "test": 0}, r"/test: a split without images \(empty\)"),
         # splits that would be taken for classes
-        ({"elm/Training": 2, "oak/Training": 2, "elm/test": 1}, "elm, oak hold splits .*train/CLASS"),
-        ({"one/a": 2, "one/b": 2, "two/a": 2, "two/b": 2}, "one, two look like splits, .*a, b.*: name them train"),
+        ({"elm/Training": 2, "oak/Training": 2, "elm/test": 1}, "elm, oak contain splits .*train/CLASS"),
+        ({"one/a": 2, "one/b": 2, "two/a": 2, "two/b": 2}, "one, two look like splits, .*a, b.* to train"),
+        ({"pets_train": 2, "pets_test": 2}, "pets_test, pets_train look like splits, not classes: rename"),
+        ({"seg_train/seg_train/a": 2, "seg_test/seg_test/a": 2, "seg_pred/x": 1}, "seg_pred, seg_test, seg_train look"),
         ({"seg_train/seg_train/a": 2, "seg_test/seg_test/a": 2}, "seg_test, seg_train look like splits"),
-        ({"pets/train/a": 2, "pets/train/b": 2, "pets/test/a": 1}, "one folder only, pets: give --data_dir .*/pets"),
+        ({"pets/train/a": 2, "pets/train/b": 2, "pets/test/a": 1}, "a single folder, pets: use --data_dir .*/pets"),
         ({"Train/a": 2, "Train/b": 2, "test/A": 1}, r"test has classes that train has not: A \(train has a\)"),
-        ({"Training/a": 2, "Training/b": 2, "train/a": 1}, "above the classes only train, validation"),
+        ({"Training/a": 2, "Training/b": 2, "train/a": 1}, "above the classes, use train"),
     ],
 )
 def test_a_folder_that_makes_no_sense_is_refused_in_one_line(tmp_path, folders, message):
@@ -114,6 +116,7 @@ def test_a_folder_that_makes_no_sense_is_refused_in_one_line(tmp_path, folders, 
         ("train2017", "val2017", "test2017"),
         ("training_set", "dev-set", "test set"),
         ("TrainImages", "eval_data", "Testing Data"),
+        ("images_train", "img-val", "data test"),
     ],
 )
 def test_splits_are_known_by_their_usual_names(tmp_path, train, validation, test):
@@ -129,6 +132,20 @@ def test_splits_are_known_by_their_usual_names(tmp_path, train, validation, test
 @pytest.mark.parametrize("name", ["trainer", "trained", "retest", "tester", "attest", "value", "device", "1", "_"])
 def test_other_words_are_no_splits(name):
     assert split_of(name) is None
+
+
+def test_images_are_found_by_every_usual_suffix_in_any_case(tmp_path):
+    suffixes = ".jpg .JPEG .jfif .jpe .png .gif .bmp .webp .tif .TIFF .avif .jp2 .ppm .pgm".split()
+    for label in ("elm", "oak"):
+        (tmp_path / label).mkdir()
+        for suffix in suffixes:
+            (tmp_path / label / f"1{suffix}").touch()  # nothing is opened here
+    assert len(list(find_images(data_dir=str(tmp_path)))) == 2 * len(suffixes)
+
+
+def test_classes_may_have_the_words_of_splits_in_their_names(tmp_path):
+    write_classes(tmp_path, {"train_station": 3, "test_tube": 3, "dev_board": 3})
+    assert find_images(data_dir=str(tmp_path)).label_names == ("dev_board", "test_tube", "train_station")
 
 
 def test_sub_folders_of_a_class_are_part_of_it(tmp_path):
@@ -150,8 +167,8 @@ def test_a_class_of_unread_files_is_named_with_them(tmp_path):
     with pytest.raises(UserError) as caught:
         find_images(data_dir=str(tmp_path))
     message = str(caught.value)
-    assert message.startswith(f"{tmp_path}/fir: a class without images (.HEIC (1), .heic (2), hidden files (1)): bring")
-    assert ".avif" in message and "take the folder out" in message
+    assert message.startswith(f"{tmp_path}/fir: a class without images (.HEIC (1), .heic (2), hidden files (1)): add ")
+    assert ".avif" in message and "remove the folder" in message
     shutil.rmtree(tmp_path / "fir")
     (tmp_path / "fir").symlink_to(tmp_path / "oak")
     with pytest.raises(UserError, match=r"/fir: a class without images \(links to folders \(1\)\)"):
@@ -179,13 +196,25 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [("Oak", "oak"), ("red_oak", "red oak"), ("tea", "tea\u200b"), ("oak", "oak "), ("Straße", "STRASSE")],
+    [
+        ("Oak", "oak"),
+        ("red_oak", "red oak"),
+        ("tea", "tea\u200b"),
+        ("oak", "oak "),
+        ("tea", "t\u200bea"),
+        ("Straße", "STRASSE"),
+    ],
 )
 def test_classes_that_look_alike_are_named_as_a_likely_mistake(tmp_path, one, other):
     write_classes(tmp_path, {one: 3, other: 3, "elm": 3, "fir": 3})
     notes = find_images(data_dir=str(tmp_path)).notes
     assert sum("probably one class" in note for note in notes) == 1
     assert sum(repr(one) in note and repr(other) in note and "elm" not in note for note in notes) == 1
+
+
+def test_classes_that_differ_in_signs_are_no_mistake(tmp_path):
+    write_classes(tmp_path, {"c": 3, "c++": 3, "c#": 3, "+": 3, "-": 3, "_": 3})
+    assert not any("probably one class" in note for note in find_images(data_dir=str(tmp_path)).notes)
 
 
 def test_two_spellings_of_an_accent_are_one_class_and_said(tmp_path):

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kit.errors import UserError
+from kit.errors import MachineError, UserError
 from kit.image_files import EncodedImage, ImageItem
 from kit.image_sources import ImageSplits
 from kit.world import visible_cores
@@ -83,23 +83,30 @@ def open_cache(
             [FORMAT, short_side, [(item.name, digest) for item, digest in zip(items, digests, strict=True)]]
         )
     path = Path(folder).expanduser() / hashlib.sha256(key.encode()).hexdigest()[:32]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock")):  # let go by the system if its owner dies
-        if path.exists():
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock")):  # let go by the system if its owner dies
+            if path.exists():
+                try:
+                    return ImageCache(str(path))
+                except (OSError, ValueError, KeyError, TypeError) as error:
+                    print(f"cache_images: {path} is torn ({error}): made again", file=sys.stderr)
+                    shutil.rmtree(path)
+            work = path.with_suffix(".partial")
+            shutil.rmtree(work, ignore_errors=True)  # left by a process that was killed
+            work.mkdir()
             try:
-                return ImageCache(str(path))
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                print(f"cache_images: {path} is torn ({error}): made again", file=sys.stderr)
-                shutil.rmtree(path)
-        work = path.with_suffix(".partial")
-        shutil.rmtree(work, ignore_errors=True)  # left by a process that was killed
-        work.mkdir()
-        try:
-            _build(splits, items, work, short_side, max_gb, num_workers)
-            work.rename(path)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
-        return ImageCache(str(path))
+                _build(splits, items, work, short_side, max_gb, num_workers)
+                work.rename(path)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+            return ImageCache(str(path))
+    except (OSError, NotImplementedError) as error:  # read-only, full, or a file system without locks
+        cause = getattr(error, "strerror", None) or error
+        raise MachineError(
+            f"cache_images: {path.parent} cannot be written or locked ({cause}): set HF_HOME to a folder on a local"
+            " disk, or train without the cache"
+        ) from error
 
 
 def _build(splits: ImageSplits, items: list[ImageItem], work: Path, short_side: int, max_gb: float, num_workers: int):

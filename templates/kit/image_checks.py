@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from kit.errors import UserError
+from kit.errors import MachineError, UserError
 from kit.image_files import EncodedImage, ImageItem, read_image
 from kit.image_sources import ImageSplits, leave_out
 from kit.world import visible_cores
@@ -63,16 +63,12 @@ def check_images(splits: ImageSplits, folder: Path, skip_bad_images: bool) -> Im
                 fine.add(mark)
         here = set(marks)  # what is no longer there is forgotten
         known = {kind: {mark: said for mark, said in known[kind].items() if mark in here} for kind in ("bad", "dark")}
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(known | {"fine": sorted(fine & here)}), "utf-8")
-        temporary.replace(path)
+        _write(path, known | {"fine": sorted(fine & here)})
     named = dict(zip(marks, items, strict=True))
     if known["dark"]:
         shown = [f"{item.where} {known['dark'][mark]}" for mark, item in named.items() if mark in known["dark"]]
-        many = f"{len(shown)} images look almost black ({shown[0]}, ...): store them with their full range"
-        one = f"1 image looks almost black ({shown[0]}): store it with its full range"
-        note = one if len(shown) == 1 else many
+        more = f" and {len(shown) - 1} more" if len(shown) > 1 else ""
+        note = f"almost black: {shown[0]}{more}. Store the full range of brightness"
         splits = replace(splits, notes=[*splits.notes, note])
     bad = {item.name: known["bad"][mark] for mark, item in named.items() if mark in known["bad"]}
     if not bad:
@@ -84,6 +80,18 @@ def check_images(splits: ImageSplits, folder: Path, skip_bad_images: bool) -> Im
         f"{len(bad)} of {len(items)} images cannot be used: {'; '.join(shown)}. Take them out (all are named in"
         f" {path}), or leave them out of this run with --skip_bad_images true"
     )
+
+
+def _write(path: Path, content: dict) -> None:
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(content), "utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise MachineError(
+            f"{path.parent}: cannot be written ({error.strerror}): set HF_HOME to a folder that can be written"
+        ) from error
 
 
 def _mark(item: ImageItem, tables: dict) -> str:

@@ -55,8 +55,8 @@ def read_image(item: ImageItem, tables: dict) -> bytes:
 class EncodedImage:
     """An image whose header is read: `height` and `width` in pixels, upright; `pixels` decodes. Raises `UserError`.
 
-    Decoding sets `damaged` for a complete JPEG that libjpeg-turbo doubts, and `dark` to a remark where only a part of
-    16 bits is used, as scanners and cameras of 10 to 14 bits do: the picture then looks almost black.
+    Decoding sets `damaged` for a complete JPEG that libjpeg-turbo doubts, and `dark` to a remark where the pixels use
+    only a part of their bits, as scanners of 10 to 14 bits and masks do: the picture then looks almost black.
     """
 
     def __init__(self, data: bytes, name: str):
@@ -122,8 +122,11 @@ class EncodedImage:
             image = image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
         pixels = np.array(image.convert("RGB"))
+        used = int(pixels.max()).bit_length()
         if self._has_16_bits_per_colour():  # of which Pillow keeps the upper 8
-            self._note_unused_bits(8 + int(pixels.max()).bit_length())
+            self._note_unused_bits(8 + used, 16)
+        else:
+            self._note_unused_bits(used, 8)
         return pixels
 
     def _grey_of_many_bits(self) -> np.ndarray:
@@ -135,7 +138,7 @@ class EncodedImage:
         if said and used <= said:  # else the file contradicts itself
             bits = said
         else:
-            self._note_unused_bits(used if bits == 16 else 16)
+            self._note_unused_bits(used, bits)
         return np.clip(values * (255 / (2**bits - 1)), 0, 255).round().astype(np.uint8)
 
     def _said_bits(self) -> int:
@@ -151,9 +154,10 @@ class EncodedImage:
             return self.data[24] == 16  # the depth in its header
         return max(getattr(self.opened, "tag_v2", {}).get(BITS_PER_SAMPLE, (8,))) == 16
 
-    def _note_unused_bits(self, used: int) -> None:
-        if 0 < used < 15:  # a picture of full depth whose brightest pixel is at a quarter is rare
-            self.dark = f"uses {used} of 16 bits"
+    def _note_unused_bits(self, used: int, bits: int) -> None:
+        """Night photos have bright spots: a picture whose brightest pixel is this dark is rarely meant to be."""
+        if 0 < used <= {8: 4, 16: 14}.get(bits, 0):
+            self.dark = f"uses {used} of {bits} bits"
 
 
 def decode(source: str | Path | bytes) -> torch.Tensor:

@@ -20,7 +20,8 @@ SPLIT_NAMES = {
     "test": ("test", "testing", "tst"),
 }
 _SPLIT_WORDS = {word: split for split, words in SPLIT_NAMES.items() for word in words}
-_SPLIT = re.compile(rf"({'|'.join(_SPLIT_WORDS)})(data)?(set|split|folder|images?|imgs?)?")
+_BESIDE = r"(?:data|set|split|folder|images?|imgs?|photos?|pictures?)*"
+_SPLIT = re.compile(rf"{_BESIDE}({'|'.join(_SPLIT_WORDS)}){_BESIDE}")
 
 
 @dataclass
@@ -112,7 +113,7 @@ def folder_splits(data_dir: str, listing: Listing) -> dict[str, list]:
         raise UserError(f"{data_dir}: no images ({_suffixes()}) in it, only: {_counted(listing.ignored) or 'nothing'}")
     if flat and tops:
         raise UserError(
-            f"{data_dir}: holds images ({min(flat)}) and folders of images ({min(tops)}) side by side: move one of them"
+            f"{data_dir}: contains both images ({min(flat)}) and folders of images ({min(tops)}): move one of them"
         )
     known = {top: split for top in tops if (split := split_of(top))}
     train_is_a_class = set(known.values()) == {"train"} and len(tops) > len(known)  # beside "bus" and "car"
@@ -123,10 +124,11 @@ def folder_splits(data_dir: str, listing: Listing) -> dict[str, list]:
         return {"train": [(name, _class_of(data_dir, name, name), path) for name, path in files.items()]}
     if len(known) < len(tops) or len(set(known.values())) < len(known) or "train" not in known.values():
         raise UserError(
-            f"{data_dir}: folders {', '.join(sorted(tops))}: above the classes only train, validation (or valid, val)"
-            " and test may stand, each once, train always"
+            f"{data_dir}: folders {', '.join(sorted(tops))}: above the classes, use train (required), validation and"
+            " test, each at most once, and nothing else"
         )
-    _refuse_empty_splits(data_dir, listing, known)
+    splits = {folder for folder in listing.others if "/" not in folder and split_of(folder)}
+    _refuse_empty(data_dir, listing, splits - known.keys(), "split")
     if renamed := [f"{top} is {split}" for top, split in sorted(known.items()) if top.lower() != split]:
         listing.notes.append(f"splits in {data_dir}: {', '.join(renamed)}")
     return _classes_below_splits(data_dir, listing, known)
@@ -160,52 +162,53 @@ def _class_of(data_dir: str, name: str, rest: str) -> str:
 
 def _refuse_splits_in_disguise(data_dir: str, files: Iterable[str], tops: set[str]) -> None:
     """Refuse folders that look like splits though their names are unknown, and splits that lie below the classes."""
+    shown, words = ", ".join(sorted(tops)[:5]), [re.split(r"[\W\d_]+", top.lower()) for top in sorted(tops)]
+    rename = "rename splits to train, validation and test"
+    said = [{_SPLIT_WORDS[word] for word in parts if word in _SPLIT_WORDS} for parts in words]
+    rests = {tuple(word for word in parts if word not in _SPLIT_WORDS) for parts in words}
+    if len(tops) > 1 and all(said) and len(rests) == 1:  # as in pets_train and pets_test
+        raise UserError(f"{data_dir}: the folders {shown} look like splits, not classes: {rename}")
     below: dict[str, set[str]] = {top: set() for top in tops}
     for name in files:
         top, *folders, _ = name.split("/")
         if not folders:
             return  # an image directly in it: `top` is a class
         below[top].add(folders[0])
-    shared, shown = set.intersection(*below.values()), ", ".join(sorted(tops)[:5])
+    shared = set.intersection(*below.values())
     inner = ", ".join(sorted(shared or set.union(*below.values()))[:5])
     if len(tops) == 1:
-        raise UserError(f"{data_dir}: holds one folder only, {shown}: give --data_dir {Path(data_dir, shown)}")
+        raise UserError(f"{data_dir}: contains a single folder, {shown}: use --data_dir {Path(data_dir, shown)}")
     if all(split_of(folder) for folders in below.values() for folder in folders):
         raise UserError(
-            f"{data_dir}: the folders {shown} hold splits ({inner}): turn it round, as in train/CLASS and test/CLASS"
+            f"{data_dir}: the folders {shown} contain splits ({inner}): put the splits above the classes, as in"
+            " train/CLASS and test/CLASS"
         )
-    words = {_SPLIT_WORDS.get(word) for top in tops for word in re.split(r"[\W\d_]+", top.lower())} - {None}
-    if len(shared) > 1 or (len(words) > 1 and "train" in words):
+    splits = set.union(*said)
+    if len(shared) > 1 or (len(splits) > 1 and "train" in splits):
         raise UserError(
-            f"{data_dir}: the folders {shown} look like splits, for each holds folders itself ({inner}): name them"
-            " train, validation and test, or, if they are the classes, put their images directly into them"
-        )
-
-
-def _refuse_empty_splits(data_dir: str, listing: Listing, known: dict[str, str]) -> None:
-    empty = {folder for folder in listing.others if "/" not in folder and split_of(folder)} - known.keys()
-    for folder in sorted(empty):
-        raise UserError(
-            f"{Path(data_dir, folder)}: a split without images ({_described(listing, folder)}): bring images"
-            f" ({_suffixes()}), or take the folder out"
+            f"{data_dir}: the folders {shown} look like splits, not classes, because they contain folders ({inner}):"
+            f" {rename}; if these are the classes, put the images directly into them"
         )
 
 
 def _refuse_empty_classes(data_dir: str, listing: Listing, prefix: str = "") -> None:
-    """Refuse folders at the place of classes (below `prefix`) that hold no image: a class must not vanish silently."""
+    """Refuse folders at the place of classes (below `prefix`) without any image: a class must not vanish silently."""
     place = prefix.count("/")
     filled = {name.split("/")[place] for name in listing.files if name.startswith(prefix)}
-    folders = {name.split("/")[place] for name in listing.others if name.startswith(prefix)}
-    for folder in sorted(folders - filled - {""}):
-        raise UserError(
-            f"{Path(data_dir, prefix + folder)}: a class without images ({_described(listing, prefix + folder)}): bring"
-            f" images of a kind that is read ({_suffixes()}), or take the folder out"
-        )
+    folders = {name.split("/")[place] for name in listing.others if name.startswith(prefix)} - {""}
+    _refuse_empty(data_dir, listing, {prefix + folder for folder in folders - filled}, "class")
 
 
-def _described(listing: Listing, folder: str) -> str:
+def _refuse_empty(data_dir: str, listing: Listing, folders: set[str], kind: str) -> None:
+    if not folders:
+        return
+    folder = min(folders)
     below = (kinds for name, kinds in listing.others.items() if f"{name}/".startswith(f"{folder}/"))
-    return _counted(sum(below, Counter())) or "empty"
+    held = _counted(sum(below, Counter())) or "empty"
+    raise UserError(
+        f"{Path(data_dir, folder)}: a {kind} without images ({held}): add images of a supported kind ({_suffixes()})"
+        " or remove the folder"
+    )
 
 
 def _counted(kinds: Counter) -> str:

@@ -156,7 +156,7 @@ def _twins(label_names: Iterable[str]) -> list[list[str]]:
 
 def _likeness(name: str) -> str:
     visible = (c for c in unicodedata.normalize("NFKC", name) if unicodedata.category(c) != "Cf")
-    return re.sub(r"[\W_]+", " ", "".join(visible)).strip().casefold() or name
+    return re.sub(r"[\s_-]+", " ", "".join(visible)).strip().casefold() or name
 
 
 def _with_twins(unknown: list[str], label_names: list[str]) -> str:
@@ -172,7 +172,8 @@ def _checked(splits: ImageSplits) -> ImageSplits:
     label_names = {-1: UNLABELLED, **dict(enumerate(splits.label_names))}
     lost = set(range(len(splits.label_names))) - {item.label for item in splits.train}
     if lost:
-        raise UserError(f"{where}: no image of {', '.join(splits.label_names[i] for i in sorted(lost))} in train")
+        names = ", ".join(splits.label_names[label] for label in sorted(lost))
+        raise UserError(f"{where}: no image of {names} in train: add some, or drop the class")
     if not splits.validation:
         raise UserError(f"{where}: no image for validation: give more than one of some class, or a validation split")
     assert len({item.name for item in splits}) == sum(map(len, parts.values())), "an image is in two splits"
