@@ -1,4 +1,7 @@
-"""Train a tiny BERT in every way that must not matter, and print how far the runs are apart: `make prove`."""
+"""Train tiny networks in every way that must not matter, and print how far the runs are apart: `make prove`.
+
+With everything that draws at random: dropout, stochastic depth, augmentation, mixup and cutmix.
+"""
 
 import json
 import signal
@@ -7,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 import conftest  # noqa: F401 (the templates on the path, no network, own caches)
+from made_image_classification import make as make_images
 from tiny import make_tiny, settings_for
 from worlds import World, largest_difference, lines, run, samples_by_step
 
@@ -34,10 +38,20 @@ WAYS = {
     "compiled (aot_eager)": [(1, COMPILED, None)],
     "activations computed again": [(1, {"gradient_checkpointing": True}, None)],
 }
+IMAGE_WAYS = {
+    "one process, a step in one pass": [(1, {"micro_batch_size": 8}, None)],
+    "micro-batches of 3 (8 = 3 + 3 + 2)": [(1, {"micro_batch_size": 3}, None)],
+    "2 processes, 2 workers each": [(2, {"micro_batch_size": 2, "num_workers": 2}, None)],
+    "3 processes (8 = 3 + 3 + 2)": [(3, {"micro_batch_size": 2}, None)],
+    "stopped on 2, resumed on 1": [(2, {}, ("signal_in_evaluation", {})), (1, {}, None)],
+    "activations computed again": [(1, {"gradient_checkpointing": True}, None)],
+}
 LIMIT, LIMIT_COMPILED = 1e-5, 1e-4  # rounding of fp32; other kernels round differently
 
 
-def train(name: str, starts: list, settings: dict, folder: Path) -> tuple[list[dict], dict[int, list[int]]]:
+def train(
+    template: str, name: str, starts: list, settings: dict, folder: Path
+) -> tuple[list[dict], dict[int, list[int]]]:
     """Do one run, by one or more starts; return its training lines and the samples of each step."""
     slug = "".join(letter if letter.isalnum() else "_" for letter in name)
     settings = settings | {"output_dir": str(folder / slug)}
@@ -47,7 +61,7 @@ def train(name: str, starts: list, settings: dict, folder: Path) -> tuple[list[d
         if fault:
             patches.append(f"faults:{fault[0]}")
             environment["FAULT"] = json.dumps(fault[1])
-        options = {"patches": patches, "environment": environment}
+        options = {"patches": patches, "environment": environment, "template": template}
         if is_last:
             run(num_processes, settings | changed, **options)
         else:
@@ -60,24 +74,34 @@ def train(name: str, starts: list, settings: dict, folder: Path) -> tuple[list[d
     return rows, samples_by_step(folder / f"{slug}.samples")
 
 
+def compare(template: str, ways: dict, settings: dict, folder: Path) -> int:
+    """Train in each way, print a line for each; return how many are not the same run as the first."""
+    print(f"{'way':<38} steps  largest difference  same samples")
+    plain, failures = None, 0
+    for way, starts in ways.items():
+        rows, samples = train(template, way, starts, settings, folder)
+        plain = plain or (rows, samples)
+        difference, same = largest_difference(plain[0], rows), samples == plain[1]
+        is_good = same and difference <= (LIMIT_COMPILED if starts[0][1] == COMPILED else LIMIT)
+        failures += not is_good
+        mark = "" if is_good else "   <- NOT the same run"
+        print(f"{way:<38} {len(rows):>5}  {difference:>18.1e}  {'yes' if same else 'no':>12}{mark}", flush=True)
+    return failures
+
+
 def main() -> int:
-    failures = 0
     with tempfile.TemporaryDirectory(prefix="prove ") as name:
         folder = Path(name)
-        tiny = make_tiny(folder)
-        settings = settings_for(tiny) | {"model_name_or_path": str(tiny / "bert_still"), "checkpointing_steps": 2}
-        settings |= {"num_train_epochs": 1, "eval_steps": 3, "test_file": None}
-        print(f"{'way':<38} steps  largest difference  same samples")
-        plain = None
-        for way, starts in WAYS.items():
-            rows, samples = train(way, starts, settings, folder)
-            plain = plain or (rows, samples)
-            difference, same = largest_difference(plain[0], rows), samples == plain[1]
-            is_good = same and difference <= (LIMIT_COMPILED if starts[0][1] == COMPILED else LIMIT)
-            failures += not is_good
-            mark = "" if is_good else "   <- NOT the same run"
-            print(f"{way:<38} {len(rows):>5}  {difference:>18.1e}  {'yes' if same else 'no':>12}{mark}", flush=True)
-    print(f"{len(WAYS) - failures} of {len(WAYS)} ways are the same run")
+        common = {"checkpointing_steps": 2, "num_train_epochs": 1, "eval_steps": 3}
+        print("Text: BERT with dropout")
+        text = settings_for(make_tiny(folder)) | common | {"test_file": None}
+        failures = compare("text_classification", WAYS, text, folder / "text runs")
+        print("\nImages: ConvNeXt with dropout, stochastic depth, crops, mirroring, mixup and cutmix")
+        images = make_images(folder / "images") | common
+        images |= {"drop_rate": 0.2, "drop_path_rate": 0.3, "mixup": 0.4, "cutmix": 1.0, "label_smoothing": 0.1}
+        failures += compare("image_classification", IMAGE_WAYS, images, folder / "image runs")
+    count = len(WAYS) + len(IMAGE_WAYS)
+    print(f"{count - failures} of {count} ways are the same run")
     return 1 if failures else 0
 
 
