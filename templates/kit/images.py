@@ -65,11 +65,11 @@ def resized_crop(
 
 @dataclass
 class Mixing:
-    """Mix each training image with another one, chosen at random: by sample, so that no batch has a say in it.
+    """Mix each training image with another one, chosen by sample: no batch has a say in it.
 
     `mixup` (arXiv 1710.09412) and `cutmix` (arXiv 1905.04899) are the alpha of their Beta distributions, 0: not at all;
-    with both, each image gets one of them. Draws from Python's global generator. The price: two images are decoded for
-    each sample.
+    with both, each image gets one of them. Draws from Python's global generator. Loading takes twice as long, because
+    two images are decoded for each sample.
     """
 
     mixup: float = 0.0
