@@ -4,6 +4,7 @@ What a fault needs to know (which rank, which call) stands in the environment va
 """
 
 import json
+import multiprocessing
 import os
 import signal
 import time
@@ -289,3 +290,51 @@ def record_samples(template) -> None:
         return forward(model, batch)
 
     template.Run.next_window, template.forward = note_step, note_samples
+
+
+def _in_worker(template, action) -> None:
+    """Do `action()` in a data-loading worker of the chosen process when it makes its `call`th training batch."""
+    options, collate, calls = _options(), template.PadToLongest.__call__, []
+
+    def replaced(self, rows):
+        calls.append(1)
+        if _is_here() and multiprocessing.parent_process() and len(calls) == options["call"]:
+            action()
+        return collate(self, rows)
+
+    template.PadToLongest.__call__ = replaced
+
+
+def block_a_worker(template) -> None:
+    _in_worker(template, lambda: time.sleep(600))
+
+
+def kill_a_worker(template) -> None:
+    _in_worker(template, _die)
+
+
+def unused_parameters(template) -> None:
+    """Give the model a layer that no forward pass uses."""
+    original = template.build_model
+
+    def replaced(*arguments):
+        tokenizer, model, notes = original(*arguments)
+        model.forgotten = template.torch.nn.Linear(2, 2)
+        return tokenizer, model, notes
+
+    template.build_model = replaced
+
+
+def late_time_limit(template) -> None:
+    """Let max_train_time count from the first step on, whatever the imports took."""
+    from kit import stopping
+
+    original = template.Run.next_window
+
+    def replaced(run):
+        if run.progress.step == 0:
+            stopping.STARTED = time.monotonic() + 0.5
+        return original(run)
+
+    template.Run.next_window = replaced
+    stopping.STARTED = time.monotonic() + 1000

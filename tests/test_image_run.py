@@ -328,11 +328,11 @@ def test_workers_may_be_spawned(settings, unbroken, tmp_path):  # report 52
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"data_dir": "nowhere"}, "data_dir: there is no folder 'nowhere'"),
+        ({"data_dir": "nowhere"}, "data_dir: no such folder: nowhere"),
         ({"data_dir": None}, "give data_dir"),
         ({"model_name_or_path": "resnet5"}, "a timm name such as"),
-        ({"pretrained": True}, "model_name_or_path test_resnet: cannot be loaded"),
-        ({"model_name_or_path": "./nothing"}, "there is no folder or file ./nothing"),
+        ({"pretrained": True}, "timm knows the name, but could not load its weights: is there a network?"),
+        ({"model_name_or_path": "./nothing"}, "no such file or folder: ./nothing"),
         ({"metric_for_best_model": "ema_accuracy"}, "needs ema_decay"),
     ],
 )

@@ -5,11 +5,14 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 
 import psutil
 import pytest
 
+from conftest import TEMPLATES
 from kit.stopping import SIGNALS, begin_worker, catch_signals, is_launcher
 from worlds import World, lines, numbers, run, same_weights
 
@@ -225,3 +228,81 @@ def test_workers_live_through_a_signal_to_everybody_until_the_run_has_saved(tiny
     world.signal(signal.SIGTERM)
     assert world.wait(30) == [75], world.output()
     assert facts_of(tmp_path / "run")["status"] == "stopped"
+
+
+def last_checkpoint(output_dir) -> int:
+    return max(int(path.name.removeprefix("step_")) for path in (output_dir / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "reason"), [(1, "signal SIGTERM"), (1, "max_train_time"), (2, "signal SIGTERM")]
+)
+def test_a_worker_that_blocks_does_not_keep_the_run_from_saving(num_processes, reason, tiny_settings, tmp_path):
+    settings = tiny_settings | {"output_dir": str(tmp_path / "run"), "num_workers": 1, "checkpointing_steps": 100}
+    fault = {"FAULT": json.dumps({"call": 9, "rank": num_processes - 1})}
+    limit = {"max_train_time": 0.1} if reason == "max_train_time" else {}
+    patches = ["faults:block_a_worker"]
+    if reason == "max_train_time":  # counted from the start of the imports
+        patches.append("faults:late_time_limit")
+    world = World(num_processes, settings | limit, patches=patches, environment=fault)
+    last_step = 2 if num_processes == 1 else 3  # one batch is fetched ahead, and the ninth never comes
+    path = tmp_path / "run" / "metrics.jsonl"
+    world.wait_for(lambda: path.exists() and len(lines(tmp_path / "run", "loss")) >= last_step)
+    if not limit:
+        world.signal(signal.SIGTERM)
+    assert world.wait(60) == [75] * num_processes, world.output()
+    facts = facts_of(tmp_path / "run")
+    assert facts["status"] == "stopped"
+    assert reason in facts["cause"] and "the next batch does not come" in facts["cause"]
+    assert last_checkpoint(tmp_path / "run") == lines(tmp_path / "run", "loss")[-1]["step"] < 10
+    run(num_processes, settings)
+    run(num_processes, settings | {"output_dir": str(tmp_path / "whole")})
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("fault", "changed", "words"),
+    [
+        ("kill_a_worker", {}, ("a data-loading worker died", "/dev/shm", "--num_workers")),
+        ("block_a_worker", {"dataloader_timeout": 2.0}, ("no batch came in time", "--dataloader_timeout")),
+    ],
+)
+def test_a_worker_that_is_killed_or_too_slow_is_one_line(fault, changed, words, tiny_settings, tmp_path):
+    settings = tiny_settings | {"output_dir": str(tmp_path / "run"), "num_workers": 1} | changed
+    world = run(1, settings, 1, patches=[f"faults:{fault}"], environment={"FAULT": json.dumps({"call": 5})})
+    (line,) = [line for line in world.output().splitlines() if line.startswith("error: ")]
+    assert all(word in line for word in words), line
+    assert "Traceback" not in world.output()
+    assert facts_of(tmp_path / "run")["status"] == "failed"
+
+
+def test_unused_parameters_name_the_option_and_with_it_the_run_is_the_same(tiny_settings, tmp_path):
+    settings = tiny_settings | {"output_dir": str(tmp_path / "run")}
+    world = run(2, settings, 2, patches=["faults:unused_parameters"])
+    line = next(line for line in world.output(0).splitlines() if line.startswith("error: "))
+    assert "forgotten.weight" in line and "--find_unused_parameters true" in line
+    run(2, settings | {"find_unused_parameters": True}, patches=["faults:unused_parameters"])
+    run(2, settings | {"output_dir": str(tmp_path / "plain")})
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "plain")
+
+
+def test_threads_of_a_library_do_not_keep_a_run_of_several_processes_from_ending(tmp_path):
+    """As inductor's: they end in a function that runs at exit, so nobody may wait for them before."""
+    script = (
+        "import concurrent.futures, sys; sys.path.insert(0, sys.argv[1]); from kit.errors import exit_codes\n"
+        "pool = concurrent.futures.ThreadPoolExecutor(1)\n"
+        "with exit_codes():\n    pool.submit(print, 'done').result()\n"
+    )
+    environment = os.environ | {"WORLD_SIZE": "2", "RANK": "0"}
+    command = [sys.executable, "-c", script, str(TEMPLATES)]
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20)
+    assert (answer.returncode, answer.stdout) == (0, "done\n")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_a_closed_screen_ends_no_run(closed, tmp_path):
+    script = TEMPLATES / "blank.py"
+    command = f'"{sys.executable}" "{script}" --max_train_steps 2 --output_dir run {closed}'
+    answer = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert facts_of(tmp_path / "run")["status"] == "done"

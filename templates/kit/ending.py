@@ -1,5 +1,6 @@
 """Why a run ended before its time: what an error means, and what can be done about it."""
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -37,13 +38,9 @@ def explain(error: BaseException, stop: Stopper, micro_batch_size: int | None, s
         cure = "look at the disk or network that the data come from, or give a longer --dataloader_timeout"
         return Ending("failed", cause, MachineError(f"no batch came in time ({one_line(error)}): {cure}"))
     if "find_unused_parameters=True" in str(error):
-        unused = [
-            name
-            for part in state.values()
-            if isinstance(part, torch.nn.Module)
-            for name, parameter in part.named_parameters()
-            if parameter.requires_grad and parameter.grad is None
-        ]
+        places = re.search(r"did not receive grad for rank \d+:((?: \d+)+)", str(error))
+        trained = [name for name, parameter in state["model"].named_parameters() if parameter.requires_grad]
+        unused = [trained[int(place)] for place in places[1].split()] if places else []
         some = f" ({', '.join(unused[:3])}{', ...' if len(unused) > 3 else ''})" if unused else ""
         return Ending(
             "failed",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from kit.errors import UserError
+from kit.errors import MachineError, UserError
 from kit.settings import TrainingSettings
 from kit.stopping import is_launcher, parent_command
 
@@ -169,13 +169,19 @@ class FirstOnNode:
         from huggingface_hub.constants import HF_HOME
 
         folder = Path(HF_HOME) / "locks"
-        folder.mkdir(parents=True, exist_ok=True)
         # Of this node alone: the first of another node has to come to the meeting, though it may share HF_HOME.
         key = (os.environ.get("GROUP_RANK"), platform.node(), *key)
         self.lock = FileLock(folder / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.lock")
         self.is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-        if self.is_first:
-            self.lock.acquire()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if self.is_first:
+                self.lock.acquire()
+        except (OSError, NotImplementedError) as error:  # filelock turns ENOSYS into the latter
+            cause = getattr(error, "strerror", None) or error
+            raise MachineError(
+                f"{folder}: cannot be written or locked ({cause}): set HF_HOME to a folder on a disk where that works"
+            ) from None
 
     def __enter__(self):
         if not self.is_first:
