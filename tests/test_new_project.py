@@ -396,7 +396,8 @@ def test_a_template_that_has_moved_is_named_once_and_then_remembered(upstream, e
     # Another user's folder: git reads it only if it is told to trust it.
     trusted = "GIT_CONFIG_COUNT=1 GIT_CONFIG_KEY_0=safe.directory GIT_CONFIG_VALUE_0="
     line = said(update(variables=f'GIT_TEST_ASSUME_DIFFERENT_OWNER=1 {trusted}"{project}"'))
-    assert f"safe.directory '{source}'" in line and "SOURCE=" in line, line
+    assert f"safe.directory '{source}' && " in line and f"safe.directory '{source}/.git'. " in line, line
+    assert "make update SOURCE=" in line, line
 
     # Moved: one line with the cure. A wrong place is refused and not remembered.
     moved = tmp_path / "the colleague's copy"

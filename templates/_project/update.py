@@ -60,7 +60,8 @@ def newest_commit(source: str) -> str:
     answer = run_git("ls-remote", source.removeprefix("git+"), "HEAD")
     cure = "make update SOURCE=FOLDER_OR_GIT_URL"
     if "dubious ownership" in answer.stderr:
-        trust = f"git config --global --add safe.directory '{source}'"
+        # The folder for copier, which asks whether it is one; .git for the transfer.
+        trust = " && ".join(f"git config --global --add safe.directory '{source}{part}'" for part in ("", "/.git"))
         fail(f"the template {source} belongs to another user. If you trust it: {trust}. Or give another place: {cure}")
     if answer.returncode or not answer.stdout:
         reason = (answer.stderr.strip() or "it has no commit").splitlines()[0].removeprefix("fatal: ")
