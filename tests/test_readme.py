@@ -1,5 +1,6 @@
 """Every command of the README, run as a user would: from the repository's folder, with a time limit."""
 
+import importlib
 import json
 import os
 import re
@@ -178,6 +179,22 @@ def test_make_prove_trains_in_every_way():
     answer = shell(f"make prove {VENV}", limit=900)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert "16 of 16 ways are the same run" in answer.stdout
+
+
+def test_the_methods_are_measured_at_the_size_that_each_script_has_by_itself(monkeypatch):
+    monkeypatch.syspath_prepend(str(REPOSITORY / "examples" / "parallelism"))
+    import compare_methods
+    import problem
+
+    measured, alone = compare_methods.Settings(), problem.Settings()
+    readme = (REPOSITORY / "examples" / "parallelism" / "README.md").read_text("utf-8")
+    assert (
+        f"{measured.hidden_size} hidden units" in readme and f"steps of {measured.global_batch_size} samples" in readme
+    )
+    for name in ("hidden_size", "global_batch_size"):
+        assert getattr(measured, name) == getattr(alone, name), name
+    (ddp,) = {options["bucket_cap_mb"] for method, options in compare_methods.TOGETHER.values() if method == "ddp"}
+    assert ddp == importlib.import_module("ddp").Settings().bucket_cap_mb
 
 
 @pytest.mark.timeout(600)
