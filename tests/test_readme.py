@@ -63,14 +63,15 @@ def test_what_the_readme_and_pyproject_call_the_license_is_there():
 
 @pytest.fixture(scope="module", autouse=True)
 def environment_is_made():
-    """`make` finds its stamp where the tests run in the environment that it made; elsewhere it is told so."""
+    """`make` takes the environment of these tests as made from this pyproject.toml: nothing is installed."""
     stamp = Path(sys.prefix) / ".installed-templates"
-    if not stamp.exists():
-        shutil.copy(REPOSITORY / "pyproject.toml", stamp)
-        yield
+    before = stamp.read_bytes() if stamp.exists() else None
+    shutil.copy(REPOSITORY / "pyproject.toml", stamp)
+    yield
+    if before is None:
         stamp.unlink()
     else:
-        yield
+        stamp.write_bytes(before)
 
 
 @pytest.mark.timeout(900)
