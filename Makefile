@@ -14,6 +14,10 @@ VENV_PYTHON := "$(VENV)/bin/python"
 LAUNCH = exec $(VENV_PYTHON) templates/launch.py --config_file "configs/$(PROFILE).yaml" \
 	$(if $(NUM_PROCESSES),--num_processes $(NUM_PROCESSES)) $(if $(PRECISION),--mixed_precision $(PRECISION))
 
+# A demo that is done is made anew, one that was stopped goes on; a folder given in ARGS is never deleted.
+ANEW = $(if $(findstring --output_dir,$(ARGS)),,$(if \
+	$(shell grep -s '^ "status": "done"' outputs/$(1)/run.json),--overwrite_output_dir true))
+
 # The methods start their own number of processes; PROFILE is not asked.
 TORCHRUN = exec $(VENV_PYTHON) -m torch.distributed.run --standalone --nproc_per_node $(or $(NUM_PROCESSES),2)
 METHODS := examples/parallelism
@@ -39,7 +43,7 @@ demo: environment ## train a real BERT on made sentence pairs, offline, in two m
 	@echo "What a model has to beat, on synthetic test pairs:"
 	@$(VENV_PYTHON) examples/demo/baseline.py outputs/demo/data/train.jsonl outputs/demo/data/test.jsonl
 	@model=$$($(VENV_PYTHON) examples/demo/model_path.py) && $(LAUNCH) templates/text_classification.py \
-		--config examples/demo/recipe.yaml --model_name_or_path "$$model" --overwrite_output_dir true $(ARGS)
+		--config examples/demo/recipe.yaml --model_name_or_path "$$model" $(call ANEW,demo) $(ARGS)
 	@echo "Three synthetic pairs that the model has not seen:"
 	@$(VENV_PYTHON) examples/demo/predict.py outputs/demo
 	@echo "The model is in outputs/demo/best, its curve in outputs/demo/metrics.jsonl, everything else that is known of"
@@ -73,7 +77,8 @@ resnet50-pets-cpu: data-given environment ## three breeds on a CPU with real wei
 .PHONY: demo-images
 demo-images: environment ## train on drawn animals, offline, in two minutes
 	@$(VENV_PYTHON) examples/demo_images/make_images.py outputs/demo_images/data --seed 0
-	$(LAUNCH) templates/image_classification.py --config examples/demo_images/recipe.yaml $(ARGS)
+	$(LAUNCH) templates/image_classification.py --config examples/demo_images/recipe.yaml \
+		$(call ANEW,demo_images) $(ARGS)
 
 .PHONY: check-data
 check-data: data-given environment ## list bad, odd and doubled images (DATA=FOLDER)

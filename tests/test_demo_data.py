@@ -3,13 +3,17 @@
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-DEMO = Path(__file__).resolve().parent.parent / "examples" / "demo"
+from conftest import REPOSITORY
+from kit.run_directory import write_json
+
+DEMO = REPOSITORY / "examples" / "demo"
 SPLITS = ("train", "validation", "test")
 # What `pairs.py --seed 0` writes. A change of the grammar changes these, and the numbers in the recipe too.
 SHA256 = {
@@ -194,6 +198,25 @@ def test_baseline_prints_both_and_names_a_missing_file(tmp_path):
     missing = run_script("baseline.py", str(file), str(tmp_path / "nothing.jsonl"))
     assert missing.returncode == 2
     assert len(missing.stderr.splitlines()) == 1 and "nothing.jsonl" in missing.stderr and "pairs.py" in missing.stderr
+
+
+@pytest.mark.parametrize("target", ["demo", "demo-images"])
+def test_a_demo_that_was_stopped_goes_on_and_one_that_is_done_starts_anew(target, tmp_path):
+    shutil.copy(REPOSITORY / "Makefile", tmp_path)
+    run = tmp_path / "outputs" / target.replace("-", "_") / "run.json"
+    run.parent.mkdir(parents=True)
+
+    def starts_anew(arguments: str = "") -> bool:
+        command = ["make", "--dry-run", target, f"VENV={sys.prefix}", f"ARGS={arguments}"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        (launch,) = [line for line in done.stdout.replace("\\\n", " ").splitlines() if "launch.py" in line]
+        return "--overwrite_output_dir true" in launch
+
+    assert not starts_anew()
+    for status in ("running", "stopped", "failed", "done"):
+        write_json(run, {"status": status, "start": {"status": "done"}})
+        assert starts_anew() == (status == "done"), status
+    assert not starts_anew("--output_dir 'outputs/my own'")
 
 
 def test_model_path_prints_the_folder_or_the_cure(tmp_path):

@@ -105,7 +105,7 @@ def test_there_is_a_block_for_each_thing_that_people_bring():
 def test_what_you_bring_trains(name, workplace):
     module = blank_with(name)
     if "load_data" not in text_of("python", name):
-        module.load_data = lambda settings: (module.OwnDataset(50, seed=0), module.OwnDataset(9, seed=1))
+        module.load_data = lambda settings: (module.OwnDataset(50, seed=0), module.OwnDataset(9, seed=1), None)
     rows = train(module, workplace)
     losses = [row["loss"] for row in rows if "loss" in row]
     assert len(losses) == 6
@@ -113,11 +113,18 @@ def test_what_you_bring_trains(name, workplace):
     evaluation = rows[-1]
     count = 8 if name == "images" else 9
     assert evaluation["eval_samples"] == count
+    assert evaluation["eval_loss"] > 0
     if name == "metric":
         assert {"eval_mae", "eval_worst"} <= set(evaluation)
+        evaluated = {row["step"]: row["eval_mae"] for row in rows if "eval_mae" in row}
+        results = json.loads((workplace / "run" / "run.json").read_text("utf-8"))["results"]
+        assert results["best_mae"] == min(evaluated.values()) == evaluated[results["best_step"]]
+    if name == "images":
+        assert evaluation["eval_accuracy"] in [right / 8 for right in range(9)]
     saved = {path.name for path in (workplace / "run" / "checkpoints" / "step_00000006").iterdir()}
     if name == "optimizers":
-        assert {"optimizer.safetensors", "head_optimizer.safetensors", "head_schedule.json"} <= saved
+        parts = {"body_optimizer.safetensors", "head_optimizer.safetensors", "body_schedule.json", "head_schedule.json"}
+        assert parts <= saved
     if name == "frozen":
         from safetensors.torch import load_file
 
@@ -127,15 +134,35 @@ def test_what_you_bring_trains(name, workplace):
         assert moved == {"head.weight", "head.bias"}, "nor did the statistics of BatchNorm move"
 
 
+def test_several_optimizers_go_on_after_a_crash_as_if_nothing_had_happened(workplace, monkeypatch):
+    module = blank_with("optimizers")
+    module.load_data = lambda settings: (module.OwnDataset(50, seed=0), module.OwnDataset(9, seed=1), None)
+    unbroken = train(module, workplace / "unbroken", checkpointing_steps=2)
+
+    def crash(*_):
+        raise KeyError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.Run, "note_evaluation", crash)  # after step 3: the next start goes on from step 2
+        with pytest.raises(KeyError, match="planted"):
+            train(module, workplace / "broken", checkpointing_steps=2)
+    broken = train(module, workplace / "broken", checkpointing_steps=2)
+    assert json.loads((workplace / "broken" / "run" / "run.json").read_text("utf-8"))["resumes"] == [2]
+    for rows in (unbroken, broken):
+        for row in rows:
+            row.pop("samples_per_second", None)
+    assert broken == unbroken
+
+
 def test_a_loss_weighted_by_tokens_is_the_mean_over_the_tokens_of_the_step(workplace):
     module = blank_with("tokens")
-    module.load_data = lambda settings: (module.OwnDataset(50, seed=0), module.OwnDataset(9, seed=1))
+    module.load_data = lambda settings: (module.OwnDataset(50, seed=0), module.OwnDataset(9, seed=1), None)
     rows = {size: train(module, workplace / str(size), micro_batch_size=size) for size in (20, 8, 3)}
     for size in (8, 3):
         for row, other in zip(rows[20], rows[size], strict=True):
             for key in set(row) - {"samples_per_second"}:
                 assert row[key] == pytest.approx(other[key], rel=1e-5), (size, key)
-    sampler = module.StepSampler(50, 20, 20, 1, 42, 6)
+    sampler = module.build_sampler(module.Settings(global_batch_size=20), 50, 1)
     train_set = module.OwnDataset(50, seed=0)
     batch = {name: torch.stack([train_set[i][name] for i in sampler.samples(1)]) for name in ("inputs", "label")}
     module.seed_all(42, "model")
@@ -144,28 +171,23 @@ def test_a_loss_weighted_by_tokens_is_the_mean_over_the_tokens_of_the_step(workp
 
 
 def test_the_five_lines_make_the_plain_loop_independent_of_the_split(workplace):
-    from contextlib import nullcontext
-
     blank = blank_with(None)
     weights = {}
-    for name, text in (
-        ("plain", text_of("python", "plain")),
-        ("16", text_of("python", "changed")),
-        ("5", text_of("python", "changed").replace("32, 16,", "32, 5,")),
-    ):
+    for name, block, micro_batch_size in (("plain", "plain", 32), ("16", "changed", 16), ("5", "changed", 5)):
         blank.seed_all(0)
         train_set, total_steps = blank.OwnDataset(101, seed=0), 40
+        settings = blank.Settings(global_batch_size=32, micro_batch_size=micro_batch_size, num_train_epochs=10)
         model = torch.nn.Sequential(
             torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 1), torch.nn.Flatten(0)
         )
         before = F.mse_loss(model(train_set.inputs), train_set.label).item()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_steps)
-        accelerator = blank.build_accelerator(None, 60.0)
+        accelerator = blank.build_accelerator(settings)
         model, optimizer = accelerator.prepare(model, optimizer)
-        names = {"train": train_set, "model": model, "optimizer": optimizer, "schedule": schedule, "seed": 0}
-        names |= {"accelerator": accelerator, "total_steps": total_steps, "nullcontext": nullcontext}
-        exec(text, {**blank.__dict__, **names})
+        names = {"train": train_set, "model": model, "optimizer": optimizer, "schedule": schedule}
+        names |= {"accelerator": accelerator, "settings": settings}
+        exec(text_of("python", block), {**blank.__dict__, **names})
         after = F.mse_loss(model(train_set.inputs), train_set.label).item()
         assert after < 0.8 * before, name
         weights[name] = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])

@@ -1,5 +1,6 @@
 """Every command of the README, run as a user would: from the repository's folder, with a time limit."""
 
+import importlib
 import json
 import os
 import re
@@ -21,6 +22,7 @@ COMMANDS = [
     for block in re.findall(r"```bash\n(.*?)```", (REPOSITORY / "README.md").read_text("utf-8"), re.DOTALL)
     for line in block.strip().splitlines()
 ]
+LAUNCH_PY = "python templates/launch.py --config_file configs/single_gpu.yaml templates/text_classification.py --config examples/bert_mrpc/recipe.yaml"  # noqa: E501 (as in the README)
 ACCELERATE_LAUNCH = "accelerate launch --config_file configs/single_gpu.yaml templates/text_classification.py --config examples/bert_mrpc/recipe.yaml"  # noqa: E501 (as in the README)
 # The environment that runs these tests is the one that make uses: no other is made.
 VENV = f'VENV="{sys.prefix}"'
@@ -51,16 +53,25 @@ TESTED_IN = ["test_readme.py", "test_new_project.py"]
 OTHERS = ["make test", "make prove", "make compare-methods", "make new TEMPLATE=text_classification DEST=../mine"]
 
 
+def test_what_the_readme_and_pyproject_call_the_license_is_there():
+    text = (REPOSITORY / "LICENSE").read_text("utf-8")
+    assert "Apache License\n                           Version 2.0" in text
+    assert "END OF TERMS AND CONDITIONS" in text
+    assert 'license = "Apache-2.0"' in (REPOSITORY / "pyproject.toml").read_text("utf-8")
+    assert "[Apache-2.0](LICENSE)" in (REPOSITORY / "README.md").read_text("utf-8")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def environment_is_made():
-    """`make` finds its stamp where the tests run in the environment that it made; elsewhere it is told so."""
+    """`make` takes the environment of these tests as made from this pyproject.toml: nothing is installed."""
     stamp = Path(sys.prefix) / ".installed-templates"
-    if not stamp.exists():
-        shutil.copy(REPOSITORY / "pyproject.toml", stamp)
-        yield
+    before = stamp.read_bytes() if stamp.exists() else None
+    shutil.copy(REPOSITORY / "pyproject.toml", stamp)
+    yield
+    if before is None:
         stamp.unlink()
     else:
-        yield
+        stamp.write_bytes(before)
 
 
 @pytest.mark.timeout(900)
@@ -81,12 +92,9 @@ def test_make_demo():
 
 @pytest.mark.timeout(900)
 def test_bert_mrpc_without_a_hub_says_what_to_do_in_one_line():
-    for command in (
-        "make bert-mrpc",
-        ACCELERATE_LAUNCH,
-    ):
+    for command in ("make bert-mrpc", LAUNCH_PY, ACCELERATE_LAUNCH):
         answer = shell(f"{command} {VENV if command.startswith('make') else ''}")
-        assert answer.returncode == 2 if command.startswith("make") else answer.returncode != 0
+        assert answer.returncode != 0 if command == ACCELERATE_LAUNCH else answer.returncode == 2
         errors = [line for line in answer.stderr.splitlines() if line.startswith("error: ")]
         assert len(errors) == 1, answer.stderr
         for word in ("nyu-mll/glue", "train_file", "HF_HOME", "make demo"):
@@ -134,7 +142,7 @@ def test_help_through_the_module_form():
     )
     answer = shell(command)
     assert answer.returncode == 0, answer.stderr
-    assert "Peak learning rate of AdamW." in answer.stdout
+    assert "Peak learning rate." in answer.stdout
 
 
 def test_copied_by_hand_it_runs_from_any_folder(tmp_path):
@@ -178,6 +186,22 @@ def test_make_prove_trains_in_every_way():
     answer = shell(f"make prove {VENV}", limit=900)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert "16 of 16 ways are the same run" in answer.stdout
+
+
+def test_the_methods_are_measured_at_the_size_that_each_script_has_by_itself(monkeypatch):
+    monkeypatch.syspath_prepend(str(REPOSITORY / "examples" / "parallelism"))
+    import compare_methods
+    import problem
+
+    measured, alone = compare_methods.Settings(), problem.Settings()
+    readme = (REPOSITORY / "examples" / "parallelism" / "README.md").read_text("utf-8")
+    assert (
+        f"{measured.hidden_size} hidden units" in readme and f"steps of {measured.global_batch_size} samples" in readme
+    )
+    for name in ("hidden_size", "global_batch_size"):
+        assert getattr(measured, name) == getattr(alone, name), name
+    (ddp,) = {options["bucket_cap_mb"] for method, options in compare_methods.TOGETHER.values() if method == "ddp"}
+    assert ddp == importlib.import_module("ddp").Settings().bucket_cap_mb
 
 
 @pytest.mark.timeout(600)

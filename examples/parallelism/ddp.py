@@ -33,7 +33,7 @@ class Settings(problem.Settings):
         comm_hook: what the buckets are compressed to on the wire
     """
 
-    bucket_cap_mb: float = 0.25
+    bucket_cap_mb: float = 1.0
     comm_hook: Literal["none", "fp16", "bf16"] = "none"
 
 

@@ -25,7 +25,7 @@ class Settings(problem.Settings):
     """
 
     micro_batch_size: int = 3
-    bucket_cap_mb: float = 0.25
+    bucket_cap_mb: float = 1.0
 
 
 # --- method -------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
     python examples/parallelism/gradient_accumulation.py --global_batch_size 16 --micro_batch_size 5
 
 Expected: the losses of problem.py, digit for digit as printed, with the activations of 5 samples in memory,
-not of 16.
+not of 32.
 """
 
 from dataclasses import dataclass
