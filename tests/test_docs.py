@@ -178,7 +178,12 @@ def test_the_five_lines_make_the_plain_loop_independent_of_the_split(workplace):
         train_set, total_steps = blank.OwnDataset(101, seed=0), 40
         settings = blank.Settings(global_batch_size=32, micro_batch_size=micro_batch_size, num_train_epochs=10)
         model = torch.nn.Sequential(
-            torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 1), torch.nn.Flatten(0)
+            torch.nn.Linear(8, 16),
+            torch.nn.Dropout(0.05),
+            torch.nn.GELU(),
+            torch.nn.Dropout(0.05),
+            torch.nn.Linear(16, 1),
+            torch.nn.Flatten(0),
         )
         before = F.mse_loss(model(train_set.inputs), train_set.label).item()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -189,7 +194,7 @@ def test_the_five_lines_make_the_plain_loop_independent_of_the_split(workplace):
         names |= {"accelerator": accelerator, "settings": settings}
         exec(text_of("python", block), {**blank.__dict__, **names})
         after = F.mse_loss(model(train_set.inputs), train_set.label).item()
-        assert after < 0.8 * before, name
+        assert after < 0.9 * before, name
         weights[name] = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     assert torch.allclose(weights["16"], weights["5"], rtol=1e-4, atol=1e-6)
 
