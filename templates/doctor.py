@@ -32,9 +32,10 @@ def describe(asked: Launch, machine: Machine) -> list[str]:
     devices = machine.devices
     found = f"{devices.count} x {devices.kind}" if devices.count else "no accelerator device"
     shared = "no /dev/shm" if machine.shared_memory is None else f"/dev/shm {machine.shared_memory >> 20} MiB free"
+    on = "CPU" if asked.on_cpu else "any device"
     return [
-        f"profile    {asked.name}: {asked.kind}, {asked.num_processes} processes, {asked.num_machines} machines,"
-        f" {'CPU' if asked.on_cpu else 'any device'}, precision {asked.mixed_precision}",
+        f"profile    {asked.name}: num_processes {asked.num_processes}, num_machines {asked.num_machines}, {on},"
+        f" precision {asked.mixed_precision}",
         f"machine    {machine.cores} cores, {found}, {shared}, disk {machine.disk >> 30} GiB free",
     ]
 

@@ -101,7 +101,7 @@ def what_is_asked(profile: dict, options: argparse.Namespace) -> Launch:
         is_address_given=options.main_process_ip is not None,
         port=either("main_process_port"),
         mixed_precision=options.mixed_precision or profile["mixed_precision"],
-        on_cpu=options.cpu or profile.get("use_cpu", False) or asks_for_cpu(),
+        on_cpu=options.cpu or kind == "MULTI_CPU" or profile.get("use_cpu", False) or asks_for_cpu(),
         gpu_ids=either("gpu_ids"),
         dynamo_backend=_dynamo_backend(profile, options),
         parallelism=profile.get("parallelism_config", {}),
@@ -129,7 +129,7 @@ def take_rank(asked: Launch) -> None:
     starter, count = copies
     if count != asked.num_machines:
         raise UserError(
-            f"{starter} started {count} copies of launch.py, {asked.name} is for {asked.num_machines} machines: start"
+            f"{starter} started {count} copies of launch.py, {asked.name} has num_machines {asked.num_machines}: start"
             f" one copy on each machine (--num_machines {count}), or the script itself {count} times, without launch.py"
         )
     if not asked.is_rank_given:
@@ -227,7 +227,7 @@ def run_several(options: argparse.Namespace, asked: Launch) -> tuple[int, bool]:
 
 def set_environment(asked: Launch, device_kind: str) -> None:
     """Set what several processes need to run well, unless the user has."""
-    if asked.on_cpu or asked.kind == "MULTI_CPU":
+    if asked.on_cpu:
         os.environ["ACCELERATE_USE_CPU"] = "true"  # the launcher does not hand use_cpu on to several processes
     if asked.on_cpu or device_kind == "cpu":
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, visible_cores() // asked.local_processes)))

@@ -40,9 +40,9 @@ if __name__ == "__main__":
     folder = Path(sys.argv[sys.argv.index("--output_dir") + 1])
     if os.environ.get("RANK", "0") == "0":
         with open(folder / "starts", "a") as file:
-            file.write(os.environ.get("TEMPLATES_RESTART_COUNT", "0") + "\\n")
+            file.write(os.environ.get("TEMPLATES_RESTART_COUNT", "0") + os.environ.get("WORLD_SIZE", "") + " ")
         causes = json.loads((folder / "causes").read_text())
-        starts = len((folder / "starts").read_text().splitlines())
+        starts = len((folder / "starts").read_text().split())
         cause = causes[min(starts, len(causes)) - 1]
         (folder / "run.json").write_text(json.dumps({"status": "stopped" if cause else "done", "cause": cause}))
     else:
@@ -59,7 +59,7 @@ if __name__ == "__main__":
         (["--config_file=multi_cpu.yaml", "--num_processes", "two", "blank.py"], "invalid int value: 'two'"),
         (
             ["--config_file=multi_cpu.yaml", "--num_processes", "0", "blank.py"],
-            "0 processes on 1 machines .* must be at least 1",
+            "0 processes on 1 machine .* must be 1 or more",
         ),
         (["--config_file=multi_cpu.yaml", "nothing.py"], "no such script: nothing.py"),
         (["--config_file=multi_cpu.yaml"], "required: training_script"),
@@ -76,14 +76,14 @@ def test_a_wrong_command_is_one_line(arguments, words, monkeypatch):
 # -- one process: quick, and never alone ---------------------------------------------------------------------------
 
 
-def start_fake(folder, causes: list, profile: str, *options: str, before: str = "") -> subprocess.Popen:
+def start_fake(folder, causes: list, profile="configs/cpu.yaml", before: str = "") -> subprocess.Popen:
     """Start FAKE through launch.py; `causes` is why each start stops, None when it is done."""
     folder.mkdir(exist_ok=True)
     (folder / "fake.py").write_text(before + FAKE)
     (folder / "causes").write_text(json.dumps(causes))
-    command = [sys.executable, str(TEMPLATES / "launch.py"), "--config_file", f"configs/{profile}.yaml"]
+    command = [sys.executable, str(TEMPLATES / "launch.py"), "--config_file", str(profile)]
     return subprocess.Popen(
-        [*command, str(folder / "fake.py"), "--output_dir", str(folder), *options],
+        [*command, str(folder / "fake.py"), "--output_dir", str(folder)],
         cwd=REPOSITORY,
         env=os.environ | {"PYTHONPATH": str(TEMPLATES)},
         text=True,
@@ -122,7 +122,7 @@ def test_a_run_whose_memory_ran_out_is_started_again_five_times_at_most(tmp_path
         ("always", ["out of memory"], 75, ["0", "1", "2", "3", "4", "5"]),
         ("signal", ["signal SIGTERM", None], 75, ["0"]),
     ):
-        process = start_fake(tmp_path / name, causes, "cpu")
+        process = start_fake(tmp_path / name, causes)
         output, _ = process.communicate(timeout=120)
         assert process.returncode == code, output
         assert (tmp_path / name / "starts").read_text().split() == starts
@@ -130,10 +130,13 @@ def test_a_run_whose_memory_ran_out_is_started_again_five_times_at_most(tmp_path
 
 
 def test_several_processes_whose_memory_ran_out_are_started_again(tmp_path):
-    process = start_fake(tmp_path, ["out of memory at step 3", None], "multi_cpu")
+    """From a profile as `accelerate config` writes it for CPUs, of which Accelerate's launcher starts one process."""
+    written = "distributed_type: MULTI_CPU\nnum_processes: '2'\nmixed_precision: no\nmain_process_port: 0\n"
+    (tmp_path / "own.yaml").write_text(written)
+    process = start_fake(tmp_path, ["out of memory at step 3", None], tmp_path / "own.yaml")
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
-    assert (tmp_path / "starts").read_text().split() == ["0", "1"]
+    assert (tmp_path / "starts").read_text().split() == ["02", "12"]
 
 
 SLEEPER = """
@@ -148,7 +151,7 @@ if __name__ == "__main__":
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl: Linux only")
 def test_a_killed_launcher_leaves_no_orphan(tmp_path):
-    process = start_fake(tmp_path, [], "cpu", before=SLEEPER)
+    process = start_fake(tmp_path, [], before=SLEEPER)
     child = int(process.stdout.readline())
     process.kill()
     process.wait(10)
@@ -165,7 +168,7 @@ def test_the_exit_code_is_that_of_the_script(tmp_path):
         ("raise ValueError", 1),
         ("import os; os.kill(os.getpid(), 9)", 137),
     ):
-        process = start_fake(tmp_path, [None], "cpu", before=f"if __name__ == '__main__':\n    {before}\n")
+        process = start_fake(tmp_path, [None], before=f"if __name__ == '__main__':\n    {before}\n")
         output, _ = process.communicate(timeout=60)
         assert process.returncode == code, output
 

@@ -195,7 +195,7 @@ def test_the_keys_are_those_of_accelerate():
     assert profile.known_values("DistributedType") == [kind.value for kind in DistributedType]
     options = {action.dest for action in launch_command_parser()._actions if action.option_strings}
     assert len(options) > 100
-    assert options <= {*profile.launch_options(), "help", "use_deepspeed"} | {"tpu_use_cluster"}
+    assert options <= {*profile.launch_options()}
     sections = {section for section, annotation in ClusterConfig.__annotations__.items() if section.endswith("_config")}
     assert sections == {*profile.SECTIONS}
     assert {"zero_stage", "zero3_init_flag", "deepspeed_multinode_launcher"} <= profile.section_keys("deepspeed_config")

@@ -178,8 +178,8 @@ def examine(launch: Launch, machine: Machine) -> list[Finding]:
     return [
         *_meeting(launch, machine),
         *_devices(launch, machine),
-        *_precision(launch, machine),
-        *_compiling(launch, machine),
+        *precision_findings(launch, machine),
+        *compiler_findings(launch, machine),
         *_resources(launch, machine),
         *(Finding(line, is_error=False) for line in machine.untested),
     ]
@@ -190,6 +190,10 @@ def refuse(findings: list[Finding]) -> None:
     for finding in findings:
         if finding.is_error:
             raise UserError(finding.text)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
 def _kind(launch: Launch, machine: Machine):
@@ -212,9 +216,11 @@ def _numbers(launch: Launch):
     if processes is None:
         yield Finding(f"{name} has no num_processes: add it, or give --num_processes")
     elif processes < 1 or machines < 1:
-        yield Finding(f"{processes} processes on {machines} machines ({name}): both must be at least 1")
+        yield Finding(
+            f"{_count(processes, 'process')} on {_count(machines, 'machine')} ({name}): both must be 1 or more"
+        )
     elif processes % machines:
-        yield Finding(f"{processes} processes on {machines} machines ({name}): give a multiple of {machines}")
+        yield Finding(f"{_count(processes, 'process')} on {machines} machines ({name}): give a multiple of {machines}")
     elif processes > 1 and launch.kind == "XLA":
         yield Finding(f"{name}: {processes} TPU processes are not supported yet: use --num_processes 1")
     elif processes > 1 and launch.kind == "NO":
@@ -259,7 +265,7 @@ def _meeting(launch: Launch, machine: Machine):
 
 
 def _devices(launch: Launch, machine: Machine):
-    if launch.on_cpu or machine.devices is None or launch.kind in ("MULTI_CPU", "XLA"):
+    if launch.on_cpu or machine.devices is None or launch.kind == "XLA":
         return
     name, local, found = launch.name, launch.local_processes, machine.devices.count
     ids = [] if launch.gpu_ids in (None, "all") else launch.gpu_ids.split(",")
@@ -268,14 +274,15 @@ def _devices(launch: Launch, machine: Machine):
     elif beyond := [number for number in ids if not number.isdecimal() or int(number) >= found]:
         yield Finding(f"gpu_ids {launch.gpu_ids}: no device {beyond[0]}, devices found: 0 to {found - 1}")
     elif local > (usable := len(ids) or found):
-        what = f"gpu_ids {launch.gpu_ids} name {usable}" if ids else f"{found} devices found"
+        what = f"gpu_ids {launch.gpu_ids} name {usable}" if ids else f"{_count(found, 'device')} found"
         yield Finding(
-            f"{name}: {local} processes asked for on this machine, {what}:"
+            f"{name}: {_count(local, 'process')} asked for on this machine, {what}:"
             f" use NUM_PROCESSES={usable * launch.num_machines} (--num_processes {usable * launch.num_machines})"
         )
 
 
-def _precision(launch: Launch, machine: Machine):
+def precision_findings(launch: Launch, machine: Machine):
+    """Yield what this hardware does not compute; without devices looked at, only what is missing anyway."""
     precision, devices = launch.mixed_precision, machine.devices
     ways = "in the profile, with --mixed_precision, or make ... PRECISION="
     if precision == "fp8" and not any(map(machine.has_package, FP8_LIBRARIES)):
@@ -301,7 +308,8 @@ def _precision(launch: Launch, machine: Machine):
         )
 
 
-def _compiling(launch: Launch, machine: Machine):
+def compiler_findings(launch: Launch, machine: Machine):
+    """Yield that a backend of torch.compile has no compiler."""
     if launch.dynamo_backend not in WITHOUT_COMPILER and machine.compiler is None:
         yield Finding(
             f"{launch.name}: dynamo_backend {launch.dynamo_backend} needs a C++ compiler and none was found:"
@@ -312,11 +320,11 @@ def _compiling(launch: Launch, machine: Machine):
 def _resources(launch: Launch, machine: Machine):
     local = launch.local_processes
     if (launch.on_cpu or (machine.devices and machine.devices.kind == "cpu")) and local > machine.cores:
-        yield Finding(f"{local} processes share {machine.cores} cores: it works, and is slow", is_error=False)
+        yield Finding(f"{local} processes share {_count(machine.cores, 'core')}: it works, and is slow", is_error=False)
     elif machine.threads and local > 1 and local * machine.threads > machine.cores:
         yield Finding(
-            f"OMP_NUM_THREADS={machine.threads} in each of {local} processes on {machine.cores} cores: threads wait for"
-            f" each other; unset it, or OMP_NUM_THREADS={max(1, machine.cores // local)}",
+            f"OMP_NUM_THREADS={machine.threads} in each of {local} processes on {_count(machine.cores, 'core')}: threads"
+            f" wait for each other; unset it, or OMP_NUM_THREADS={max(1, machine.cores // local)}",
             is_error=False,
         )
     if machine.shared_memory is not None and machine.shared_memory < PLENTY_OF_SHARED_MEMORY:
@@ -345,7 +353,7 @@ def check_environment() -> None:
         if os.environ.get(variable, "").lower() in ("1", "true", "yes"):
             raise UserError(_not_supported(what, os.environ.get("TEMPLATES_PROFILE", variable)))
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    refuse(list(_precision(Launch("", mixed_precision=precision), find_machine())))
+    refuse(list(precision_findings(Launch("", mixed_precision=precision), find_machine())))
     os.environ.update(world_of_scheduler())
 
 
