@@ -193,7 +193,8 @@ def test_the_keys_are_those_of_accelerate():
     assert profile.known_keys() == {*ClusterConfig.__dataclass_fields__}
     assert profile.known_keys("SageMakerConfig") == {*SageMakerConfig.__dataclass_fields__}
     assert profile.known_values("DistributedType") == [kind.value for kind in DistributedType]
-    options = {action.dest for action in launch_command_parser()._actions if action.option_strings}
+    names = [name for action in launch_command_parser()._actions for name in action.option_strings]
+    options = {name[2:] for name in names if name.startswith("--") and "-" not in name[2:]}
     assert len(options) > 100
     assert options <= {*profile.launch_options()}
     sections = {section for section, annotation in ClusterConfig.__annotations__.items() if section.endswith("_config")}
