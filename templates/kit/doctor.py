@@ -323,8 +323,8 @@ def _resources(launch: Launch, machine: Machine):
         yield Finding(f"{local} processes share {_count(machine.cores, 'core')}: it works, and is slow", is_error=False)
     elif machine.threads and local > 1 and local * machine.threads > machine.cores:
         yield Finding(
-            f"OMP_NUM_THREADS={machine.threads} in each of {local} processes on {_count(machine.cores, 'core')}: they wait"
-            f" for each other; unset it, or OMP_NUM_THREADS={max(1, machine.cores // local)}",
+            f"OMP_NUM_THREADS={machine.threads} in each of {local} processes: they wait for each other on"
+            f" {_count(machine.cores, 'core')}; unset it, or OMP_NUM_THREADS={max(1, machine.cores // local)}",
             is_error=False,
         )
     if machine.shared_memory is not None and machine.shared_memory < PLENTY_OF_SHARED_MEMORY:
