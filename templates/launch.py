@@ -15,7 +15,9 @@ if __name__ == "__main__":
 import argparse
 import importlib.util
 import json
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,7 +27,17 @@ from pathlib import Path
 
 import yaml
 
-from kit.doctor import Launch, asks_for_cpu, examine, find_devices, find_machine, refuse, started_copies, visible_cores
+from kit.doctor import (
+    Launch,
+    asks_for_cpu,
+    choose_interface,
+    examine,
+    find_devices,
+    find_machine,
+    refuse,
+    started_copies,
+    visible_cores,
+)
 from kit.errors import MachineError, UserError, exit_codes, one_line
 from kit.profile import PRECISIONS, SECTIONS, read_profile
 
@@ -231,6 +243,8 @@ def set_environment(asked: Launch, device_kind: str) -> None:
         os.environ["ACCELERATE_USE_CPU"] = "true"  # the launcher does not hand use_cpu on to several processes
     if asked.on_cpu or device_kind == "cpu":
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, visible_cores() // asked.local_processes)))
+    if asked.num_machines > 1:
+        choose_interface(asked.address)
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
 
 
@@ -269,10 +283,23 @@ def read_run(output_dir: str | None) -> dict:
         return {}
 
 
-def code_of_all(output_dir: str | None, code: int, is_signalled: bool) -> int:
-    """Return the exit code of several processes; their launcher forgets it when a signal ends them."""
-    if code == 1 and read_run(output_dir).get("status") == "stopped":
+def code_of_all(output_dir: str | None, asked: Launch, code: int, is_signalled: bool) -> int:
+    """Return the exit code of several processes: their launcher forgets it when a signal ends them.
+
+    Raises `MachineError` where they ended because those of another machine are gone.
+    """
+    run = read_run(output_dir)
+    if code == 1 and run.get("status") == "stopped":
         return EXIT_STOPPED
+    if code == 1 and not is_signalled and asked.num_machines > 1:
+        cause = str(run.get("cause"))
+        if lost := re.search(r"Connection (closed|reset) by peer|Timed out waiting|Broken pipe", cause):
+            address = re.search(r"\[([0-9.]+|[0-9a-f]*:[0-9a-f:]+)\]:\d+", cause)
+            raise MachineError(
+                f"lost the connection to {address[1] if address else 'another machine'} ({lost[0]}): its processes"
+                " ended or hang, or the network is cut. The same command on all machines goes on from the last"
+                f" complete checkpoint in {output_dir}"
+            )
     if is_signalled and output_dir:
         from kit.runlog import has_progress
 
@@ -355,7 +382,16 @@ def send_job(profile: dict, options: argparse.Namespace) -> int:
 
 
 def start_several(accelerate_options, asked: Launch, script: Path) -> int:
+    # The machine that ends last finds the first one's store closed. Nothing waits for it any more, but torch prints a
+    # page. The variable is read when torch is imported here; the processes of the run keep their warnings.
+    is_quiet = asked.num_machines > 1 and "TORCH_CPP_LOG_LEVEL" not in os.environ
+    if is_quiet:
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+        agent = logging.getLogger("torch.distributed.elastic.agent.server.api")
+        agent.addFilter(lambda record: "exit barrier" not in record.getMessage())
     devices = find_devices()
+    if is_quiet:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]
     refuse(examine(asked, find_machine(devices)))
     set_environment(asked, devices.kind)
     os.environ["ACCELERATE_MIXED_PRECISION"] = asked.mixed_precision
@@ -363,7 +399,7 @@ def start_several(accelerate_options, asked: Launch, script: Path) -> int:
 
     def run_once() -> tuple[int, bool]:
         code, is_signalled = run_several(accelerate_options(), asked)
-        return code_of_all(output_dir, code, is_signalled), is_signalled
+        return code_of_all(output_dir, asked, code, is_signalled), is_signalled
 
     return restarts(run_once, lambda: output_dir)
 

@@ -116,6 +116,36 @@ def _resolve(name: str) -> str | None:
     return None
 
 
+def is_loopback(number: str | None) -> bool:
+    """Return whether a numeric address is the machine's own, which no other machine reaches."""
+    return bool(re.match(r"127\.|::1$|0\.0\.0\.0$", number or ""))
+
+
+def choose_interface(address: str) -> None:
+    """Let gloo use the network interface that leads to `address` where it would take the loopback.
+
+    Gloo announces the address that the machine's own name has. Many systems give that name a loopback address, and
+    then the other machines look for this one on themselves.
+    """
+    own = _resolve(socket.gethostname())
+    number = _resolve(address)
+    if (
+        "GLOO_SOCKET_IFNAME" in os.environ
+        or number is None
+        or is_loopback(number)
+        or not (own is None or is_loopback(own))
+    ):
+        return
+    import psutil
+
+    with socket.socket(socket.AF_INET6 if ":" in number else socket.AF_INET, socket.SOCK_DGRAM) as way:
+        way.connect((number, 9))  # sends nothing: the system chooses the interface
+        local = way.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if local in [entry.address.split("%")[0] for entry in addresses]:
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
 def _can_bind(address: str, port: int) -> bool:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as server:
@@ -246,7 +276,7 @@ def _meeting(launch: Launch, machine: Machine):
         yield Finding(f"{name} has no main_process_ip: {cure}")
     elif (number := machine.resolve(address)) is None:
         yield Finding(f"main_process_ip {address} cannot be resolved on this machine: {cure}")
-    elif re.match(r"127\.|::1$|0\.0\.0\.0$", number):
+    elif is_loopback(number):
         # Said on the command line it is meant: several launchers on one machine, as the tests start them.
         known = f"main_process_ip {address} is this machine itself, which no other machine reaches"
         yield Finding(f"{known}: {cure}", is_error=not launch.is_address_given)
@@ -354,7 +384,10 @@ def check_environment() -> None:
             raise UserError(_not_supported(what, os.environ.get("TEMPLATES_PROFILE", variable)))
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     refuse(list(precision_findings(Launch("", mixed_precision=precision), find_machine())))
-    os.environ.update(world_of_scheduler())
+    if world := world_of_scheduler():
+        os.environ.update(world)
+        if world["LOCAL_WORLD_SIZE"] != world["WORLD_SIZE"]:
+            choose_interface(world["MASTER_ADDR"])
 
 
 def world_of_scheduler(environment: dict | None = None) -> dict[str, str]:
