@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 
 import launch
-from kit.doctor import Launch, Machine, examine, find_devices, find_machine
+from kit.doctor import Launch, Machine, check_environment, examine, find_devices, find_machine
 from kit.errors import UserError, exit_codes
 from kit.profile import read_profile
 
@@ -117,6 +117,7 @@ def measure_all_reduce(accelerator, num_bytes: int) -> float:
 
 def main(arguments: list[str]) -> int:
     if arguments == [PROBE]:
+        check_environment()
         probe()
         return 0
     starts = "--launch" in arguments

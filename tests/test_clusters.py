@@ -3,17 +3,32 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pytest
+
+import slurm
 from conftest import REPOSITORY, TEMPLATES
 from nodes import two_nodes
 from worlds import largest_difference, lines, numbers, run
 
 LIMIT = 120  # seconds
+CLUSTERS = REPOSITORY / "examples" / "clusters"
+CLOSE = 1e-5  # relative: fp32 sums in another order, over 60 steps of Adam
+ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+# A template as it is with `check_environment` at its start.
+JOINED = """
+import runpy, sys
+sys.path.insert(0, {templates!r})
+from kit.doctor import check_environment
+check_environment()
+runpy.run_path(sys.path[0] + "/text_classification.py", run_name="__main__")
+"""
 
 
 def wait_for(condition, process: subprocess.Popen, log: Path) -> None:
@@ -53,12 +68,18 @@ def options_of(settings: dict) -> list[str]:
     return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
 
 
+@pytest.fixture(scope="module")
+def one(tiny_settings, tmp_path_factory) -> Path:
+    """The run directory of the same training on one process."""
+    folder = tmp_path_factory.mktemp("one") / "run"
+    run(1, settings_of(tiny_settings, folder))
+    return folder
+
+
 # ------------------------------------------------------------------------------------------------------ two machines
 
 
-def test_two_machines_train_as_one_process_and_survive_the_loss_of_one(tiny_settings, tmp_path, record_property):
-    one = settings_of(tiny_settings, tmp_path / "one")
-    run(1, one)
+def test_two_machines_train_as_one_process_and_survive_the_loss_of_one(one, tiny_settings, tmp_path):
     both = settings_of(tiny_settings, tmp_path / "both", ddp_timeout=20.0)
     log = [tmp_path / f"node{rank}.log" for rank in range(2)]
 
@@ -106,5 +127,68 @@ def test_two_machines_train_as_one_process_and_survive_the_loss_of_one(tiny_sett
     facts = json.loads((tmp_path / "both" / "run.json").read_text())
     assert (facts["world"]["num_processes"], facts["world"]["num_nodes"], facts["starts"]) == (2, 2, 2)
     assert "Traceback" not in log[1].read_text(), "the machine that ends last is quiet"
-    # Sums of fp32 numbers in another order, over 60 steps of Adam.
-    assert largest_difference(numbers(tmp_path / "one"), numbers(tmp_path / "both")) < 1e-5
+    assert largest_difference(numbers(one), numbers(tmp_path / "both")) < CLOSE
+
+
+# ------------------------------------------------------------------------------------------------ schedulers and files
+
+
+def test_under_mpirun_a_script_trains_as_one_process(one, tiny_settings, tmp_path):
+    if shutil.which("mpirun") is None:
+        pytest.skip("there is no mpirun here: apt-get install openmpi-bin")
+    mpi = tmp_path / "mpi"
+    script = tmp_path / "joined.py"
+    script.write_text(JOINED.format(templates=str(TEMPLATES)))
+    answer = subprocess.run(
+        [str(CLUSTERS / "mpi.sh"), "2", str(script), *options_of(settings_of(tiny_settings, mpi))],
+        env=os.environ
+        | ROOT
+        | {"PYTHON": sys.executable, "MPI_OPTIONS": "--oversubscribe", "ACCELERATE_USE_CPU": "true"},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "2 processes on 1 node, gloo, cpu" in answer.stdout
+    assert largest_difference(numbers(one), numbers(mpi)) < CLOSE
+
+
+def test_a_job_of_slurm_is_queued_again_after_a_signal_and_goes_on_to_the_end(one, tiny_settings, tmp_path):
+    if reason := slurm.why_not():
+        pytest.skip(reason)
+    output = tmp_path / "run"
+    with slurm.cluster(tmp_path / "slurm") as environment:
+        # The nodes' names resolve on a real cluster; here both are this machine.
+        environment |= {"PYTHON": sys.executable, "MAIN_IP": "127.0.0.1", "ACCELERATE_USE_CPU": "true"}
+
+        def submit(*options: str) -> str:
+            return slurm.ask(environment, "sbatch", "--parsable", "--chdir", str(REPOSITORY), *options).strip()
+
+        job = submit(
+            f"--output={tmp_path}/job.log",
+            str(CLUSTERS / "slurm.sbatch"),
+            "templates/text_classification.py",
+            *options_of(settings_of(tiny_settings, output)),
+        )
+        log = tmp_path / "job.log"
+        slurm.wait_for(
+            lambda: (output / "metrics.jsonl").exists() and len(lines(output, "loss")) > 12, tmp_path / "slurm"
+        )
+        slurm.ask(environment, "scancel", "--signal=USR1", job)  # as --signal does before the time limit
+        slurm.wait_for(lambda: read_status(output) == "stopped", tmp_path / "slurm")
+        arrays = submit("--array=0-1", f"--output={tmp_path}/array_%a.log", str(CLUSTERS / "slurm.sbatch"), "train.py")
+        assert arrays
+        slurm.wait_for(lambda: read_status(output) == "done", tmp_path / "slurm", limit=LIMIT)
+    text = log.read_text()
+    assert "machine 1 of 2, 2 processes, meeting at 127.0.0.1:2" in text
+    assert "stopped    signal SIGUSR1" in text
+    facts = json.loads((output / "run.json").read_text())
+    assert (facts["world"]["num_nodes"], facts["starts"]) == (2, 2)
+    assert largest_difference(numbers(one), numbers(output)) < CLOSE
+
+
+def read_status(output: Path) -> str | None:
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads((output / "run.json").read_text())["status"]
+    return None
