@@ -177,9 +177,15 @@ def test_a_job_of_slurm_is_queued_again_after_a_signal_and_goes_on_to_the_end(on
         )
         slurm.ask(environment, "scancel", "--signal=USR1", job)  # as --signal does before the time limit
         slurm.wait_for(lambda: read_status(output) == "stopped", tmp_path / "slurm")
-        arrays = submit("--array=0-1", f"--output={tmp_path}/array_%a.log", str(CLUSTERS / "slurm.sbatch"), "train.py")
-        assert arrays
+        # Meanwhile an array, each of whose jobs only says what it would start.
+        environment["PYTHON"] = "echo"
+        submit("--array=0-1", f"--output={tmp_path}/array_%a.log", str(CLUSTERS / "slurm.sbatch"), "train.py")
         slurm.wait_for(lambda: read_status(output) == "done", tmp_path / "slurm", limit=LIMIT)
+        for seed in range(2):
+            said = (tmp_path / f"array_{seed}.log").read_text().splitlines()
+            assert len(said) == 2, "one launcher on each node"
+            assert said[0].endswith(f"train.py --seed {seed} --output_dir outputs/seed_{seed}")
+            assert "--num_machines 2 --num_processes 2" in said[0]
     text = log.read_text()
     assert "machine 1 of 2, 2 processes, meeting at 127.0.0.1:2" in text
     assert "stopped    signal SIGUSR1" in text
