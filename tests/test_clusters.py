@@ -180,7 +180,8 @@ def test_a_job_of_slurm_is_queued_again_after_a_signal_and_goes_on_to_the_end(on
         # Meanwhile an array, each of whose jobs only says what it would start.
         environment["PYTHON"] = "echo"
         submit("--array=0-1", f"--output={tmp_path}/array_%a.log", str(CLUSTERS / "slurm.sbatch"), "train.py")
-        slurm.wait_for(lambda: read_status(output) == "done", tmp_path / "slurm", limit=LIMIT)
+        slurm.wait_for(lambda: not slurm.ask(environment, "squeue", "--noheader"), tmp_path / "slurm", limit=LIMIT)
+        assert f"JobId={job} " in (tmp_path / "slurm" / "finished").read_text()
         for seed in range(2):
             said = (tmp_path / f"array_{seed}.log").read_text().splitlines()
             assert len(said) == 2, "one launcher on each node"
