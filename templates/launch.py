@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from functools import partial
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from kit.doctor import (
     find_devices,
     find_machine,
     refuse,
+    resolve_name,
     started_copies,
     visible_cores,
 )
@@ -42,6 +44,7 @@ from kit.errors import MachineError, UserError, exit_codes, one_line
 from kit.profile import PRECISIONS, SECTIONS, read_profile
 
 MEETING_TIMEOUT = 300  # seconds that the machines of a run wait for each other
+NAME_TIMEOUT = 60  # seconds until the name of machine 0 has to be known
 MAX_RESTARTS = 5  # of a run whose memory ran out
 PLAIN = {  # options that are read without Accelerate, which would import torch: with one process, only the script does
     "config_file": str,
@@ -147,6 +150,16 @@ def take_rank(asked: Launch) -> None:
     if not asked.is_rank_given:
         name = "SLURM_PROCID" if starter == "srun" else "OMPI_COMM_WORLD_RANK"
         asked.machine_rank = int(os.environ.get(name) or os.environ["PMI_RANK"])
+
+
+def wait_for_name(address: str, timeout: float = NAME_TIMEOUT, resolve=resolve_name) -> None:
+    """Wait until the name of machine 0 is known: where a scheduler has just started it, that takes a while."""
+    end, is_said = time.monotonic() + timeout, False
+    while resolve(address) is None and time.monotonic() < end:
+        if not is_said:
+            print(f"waiting up to {timeout:g} s until the name {address} is known", flush=True)
+            is_said = True
+        time.sleep(min(1.0, timeout / 10))
 
 
 # -- one process -------------------------------------------------------------------------------------------------------
@@ -336,6 +349,8 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"no such script: {script}")
     asked = what_is_asked(profile, options)
     take_rank(asked)
+    if asked.num_machines > 1 and asked.address:
+        wait_for_name(asked.address)
     refuse(examine(asked, find_machine()))
     os.environ["TEMPLATES_PROFILE"] = options.config_file  # for the banner and run.json
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -11,9 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
+import launch
 import slurm
 from conftest import REPOSITORY, TEMPLATES
+from kit.profile import read_profile
 from nodes import two_nodes
 from worlds import largest_difference, lines, numbers, run
 
@@ -181,7 +185,8 @@ def test_a_job_of_slurm_is_queued_again_after_a_signal_and_goes_on_to_the_end(on
         environment["PYTHON"] = "echo"
         submit("--array=0-1", f"--output={tmp_path}/array_%a.log", str(CLUSTERS / "slurm.sbatch"), "train.py")
         slurm.wait_for(lambda: not slurm.ask(environment, "squeue", "--noheader"), tmp_path / "slurm", limit=LIMIT)
-        assert f"JobId={job} " in (tmp_path / "slurm" / "finished").read_text()
+        finished = (tmp_path / "slurm" / "finished").read_text()
+        assert re.search(rf"^JobId={job} .* JobState=COMPLETED", finished, re.MULTILINE), finished
         for seed in range(2):
             said = (tmp_path / f"array_{seed}.log").read_text().splitlines()
             assert len(said) == 2, "one launcher on each node"
@@ -199,3 +204,80 @@ def read_status(output: Path) -> str | None:
     with contextlib.suppress(OSError, ValueError):
         return json.loads((output / "run.json").read_text())["status"]
     return None
+
+
+def test_shell_files_are_sound():
+    shells = [path for path in sorted(CLUSTERS.iterdir()) if path.suffix in (".sh", ".sbatch")]
+    assert len(shells) >= 2
+    for path in shells:
+        subprocess.run(["bash", "-n", str(path)], check=True)
+        assert path.suffix == ".sbatch" or os.access(path, os.X_OK), "started by its name"
+    if shutil.which("shellcheck") is None:
+        pytest.skip("there is no shellcheck here, only bash -n was run: apt-get install shellcheck")
+    answer = subprocess.run(["shellcheck", *map(str, shells)], capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stdout
+
+
+def test_the_manifest_is_one_of_kubeflow_trainer_and_starts_the_launcher(tmp_path):
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    manifest = yaml.safe_load((CLUSTERS / "kubernetes.yaml").read_text())
+    job = models.TrainerV1alpha1TrainJob.from_dict(manifest)
+    assert job.to_dict() == manifest, "a key that the schema does not have is dropped"
+    trainer = manifest["spec"]["trainer"]
+    (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    world = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "8", "PET_NODE_RANK": "1"}
+    world |= {"PET_MASTER_ADDR": "bert-mrpc-node-0-0.bert-mrpc", "PET_MASTER_PORT": "29400"}
+    answer = subprocess.run(
+        [*trainer["command"], *trainer["args"]],
+        env=world | {"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    arguments = answer.stdout.splitlines()
+    assert [arguments[0], arguments[-6]] == ["templates/launch.py", "29400"]
+    options = launch.read_plain(arguments[1:])
+    assert (REPOSITORY / options.training_script).is_file() and (REPOSITORY / options.training_script_args[1]).is_file()
+    asked = launch.what_is_asked(read_profile(REPOSITORY / options.config_file), options)
+    assert (asked.num_processes, asked.num_machines, asked.machine_rank, asked.local_processes) == (16, 2, 1, 8)
+    assert (asked.address, asked.port) == (world["PET_MASTER_ADDR"], 29400)
+
+
+def test_a_job_for_sagemaker_starts_the_launcher_on_each_instance(monkeypatch):
+    """As far as it goes without an account: Accelerate's conversion of the profile, and what the job then starts."""
+    from accelerate.commands import launch as accelerate_launch
+    from accelerate.utils import prepare_sagemager_args_inputs
+
+    monkeypatch.chdir(REPOSITORY)
+    for name in ("AWS_DEFAULT_REGION", "AWS_PROFILE"):
+        monkeypatch.setenv(name, "")  # set below, and put back
+    sent = []
+    monkeypatch.setattr(accelerate_launch, "sagemaker_launcher", lambda *call: sent.append(call))
+    entry = str(CLUSTERS / "sagemaker_entry.py")
+    command = ["--config_file", "configs/sagemaker.yaml", entry, "--script", "train.py", "--config", "recipe.yaml"]
+    assert launch.send_job(read_profile(REPOSITORY / "configs" / "sagemaker.yaml"), launch.read_all(command)) == 0
+    job, _ = prepare_sagemager_args_inputs(*sent[0])
+    assert (job["entry_point"], job["source_dir"]) == ("sagemaker_entry.py", str(CLUSTERS))
+    assert (job["instance_type"], job["instance_count"]) == ("ml.g5.xlarge", 1)
+    assert job["environment"]["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    options = [word for name, value in job["hyperparameters"].items() for word in (f"--{name}", value)]
+
+    sys.path.insert(0, str(CLUSTERS))
+    import sagemaker_entry
+
+    sys.path.remove(str(CLUSTERS))
+    for hosts, gpus, expected in (
+        (["algo-1"], "0", ("configs/single_gpu.yaml", 1, 1, 0)),
+        (["algo-1"], "4", ("configs/multi_gpu.yaml", 4, 1, 0)),
+        (["algo-1", "algo-2"], "8", ("configs/multi_node.yaml", 16, 2, 1)),
+    ):
+        variables = {"SM_HOSTS": json.dumps(hosts), "SM_CURRENT_HOST": hosts[-1], "SM_NUM_GPUS": gpus}
+        started = sagemaker_entry.command_of(options, variables | job["environment"])
+        assert started[:2] == [sys.executable, "launch.py"]
+        parsed = launch.read_plain(started[2:])
+        asked = launch.what_is_asked(read_profile(REPOSITORY / parsed.config_file), parsed)
+        assert (asked.name, asked.num_processes, asked.num_machines, asked.machine_rank) == expected
+        assert asked.mixed_precision == "bf16" and (len(hosts) == 1 or asked.address == "algo-1")
+        assert parsed.training_script == "train.py"
+        assert parsed.training_script_args == ["--config", "recipe.yaml", "--output_dir", sagemaker_entry.OUTPUT_DIR]

@@ -109,6 +109,16 @@ def test_machines_meet_at_an_address_that_the_others_reach():
     assert notes(asked("multi_node", *NODE, "--machine_rank", "1"), elsewhere) == []
 
 
+def test_a_name_that_is_not_known_yet_is_waited_for(capsys):
+    answers = [None, None, "10.0.0.1"]
+    launch.wait_for_name("node0", timeout=5.0, resolve=lambda name: answers.pop(0))
+    assert answers == []
+    assert capsys.readouterr().out == "waiting up to 5 s until the name node0 is known\n"
+    launch.wait_for_name("node0", timeout=0.2, resolve=lambda name: None)  # ends; the rules then name it
+    launch.wait_for_name("node0", timeout=5.0, resolve=ADDRESSES.get)
+    assert capsys.readouterr().out == "waiting up to 0.2 s until the name node0 is known\n"
+
+
 def test_a_port_that_is_taken_is_named_on_the_machine_that_needs_it():
     with socket.socket() as taken:
         taken.bind(("", 0))

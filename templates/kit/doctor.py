@@ -97,7 +97,7 @@ def find_machine(devices: Devices | None = None) -> Machine:
         shared_memory=shutil.disk_usage(shared).free if shared.is_dir() else None,
         disk=shutil.disk_usage(Path.cwd()).free,
         compiler=find_compiler(),
-        resolve=_resolve,
+        resolve=resolve_name,
         is_port_free=lambda port: _can_bind("", port),
         is_own_address=lambda address: _can_bind(address, 0),
         has_package=lambda name: importlib.util.find_spec(name) is not None,
@@ -110,7 +110,8 @@ def find_compiler() -> str | None:
     return compiler if shutil.which(compiler.split()[0]) else None
 
 
-def _resolve(name: str) -> str | None:
+def resolve_name(name: str) -> str | None:
+    """Return the numeric address of a machine, None if its name is not known."""
     with suppress(OSError):
         return socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
     return None
@@ -127,8 +128,8 @@ def choose_interface(address: str) -> None:
     Gloo announces the address that the machine's own name has. Many systems give that name a loopback address, and
     then the other machines look for this one on themselves.
     """
-    own = _resolve(socket.gethostname())
-    number = _resolve(address)
+    own = resolve_name(socket.gethostname())
+    number = resolve_name(address)
     if (
         "GLOO_SOCKET_IFNAME" in os.environ
         or number is None
