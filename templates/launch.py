@@ -229,6 +229,12 @@ def run_several(options: argparse.Namespace, asked: Launch) -> tuple[int, bool]:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
+    if options.max_restarts:
+        # torch 2.14 keeps the addresses of processes that are gone in a store that outlives them, and those that are
+        # started again call there: give each start its own.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+        options.rdzv_backend, options.same_network = "c10d", False
+        options.standalone = asked.num_machines == 1
     where = "the processes of this machine"
     if asked.num_machines > 1:
         where = f"machine {asked.machine_rank} of {asked.num_machines}, {asked.num_processes} processes, meeting at"

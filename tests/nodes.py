@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import subprocess
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,13 @@ def two_nodes():
         for name, folder in zip(names, folders, strict=True):
             _is_done("ip", "netns", "del", name)
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def free_port() -> int:
+    """Return a port that is free on this machine."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return free.getsockname()[1]
 
 
 def _is_done(*command: str) -> bool:

@@ -18,7 +18,7 @@ import launch
 import slurm
 from conftest import REPOSITORY, TEMPLATES
 from kit.profile import read_profile
-from nodes import two_nodes
+from nodes import free_port, two_nodes
 from worlds import largest_difference, lines, numbers, run
 
 LIMIT = 120  # seconds
@@ -85,7 +85,7 @@ def one(tiny_settings, tmp_path_factory) -> Path:
 
 def test_two_machines_train_as_one_process_and_survive_the_loss_of_one(one, tiny_settings, tmp_path):
     both = settings_of(tiny_settings, tmp_path / "both", ddp_timeout=20.0)
-    log = [tmp_path / f"node{rank}.log" for rank in range(2)]
+    log, port = [tmp_path / f"node{rank}.log" for rank in range(2)], str(free_port())
 
     def start(rank: int) -> subprocess.Popen:
         command = [
@@ -95,7 +95,8 @@ def test_two_machines_train_as_one_process_and_survive_the_loss_of_one(one, tiny
             "--config_file",
             "configs/multi_node.yaml",
         ]
-        command += ["--num_processes", "2", "--main_process_ip", address, "--machine_rank", str(rank)]
+        command += ["--num_processes", "2", "--main_process_ip", address, "--main_process_port", port]
+        command += ["--machine_rank", str(rank)]
         command += [str(TEMPLATES / "text_classification.py"), *options_of(both)]
         with open(log[rank], "w") as file:
             return subprocess.Popen(command, cwd=REPOSITORY, stdout=file, stderr=file, start_new_session=True)
@@ -115,7 +116,7 @@ def test_two_machines_train_as_one_process_and_survive_the_loss_of_one(one, tiny
         end(nodes[1])
         assert nodes[0].wait(60) == 1, log[0].read_text()
         text = log[0].read_text()
-        assert f"machine 0 of 2, 2 processes, meeting at {address}:29500" in text
+        assert f"machine 0 of 2, 2 processes, meeting at {address}:{port}" in text
         last = text.strip().splitlines()[-1]
         assert last.startswith("error: lost the connection to ") and str(tmp_path / "both") in last
         if words[0]:

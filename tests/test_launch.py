@@ -14,10 +14,11 @@ import yaml
 import launch
 from conftest import REPOSITORY, TEMPLATES
 from kit.errors import UserError
+from nodes import free_port
 from worlds import lines
 
 FAKE = """
-import json, os, sys
+import json, os, sys, time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,15 +39,17 @@ load_data = check
 
 if __name__ == "__main__":
     folder = Path(sys.argv[sys.argv.index("--output_dir") + 1])
+    causes = json.loads((folder / "causes").read_text())
+    counts = [int(os.environ.get(name, "0")) for name in ("TEMPLATES_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")]
+    cause = causes[min(sum(counts), len(causes) - 1)]
     if os.environ.get("RANK", "0") == "0":
         with open(folder / "starts", "a") as file:
-            file.write(os.environ.get("TEMPLATES_RESTART_COUNT", "0") + os.environ.get("WORLD_SIZE", "") + " ")
-        causes = json.loads((folder / "causes").read_text())
-        starts = len((folder / "starts").read_text().split())
-        cause = causes[min(starts, len(causes)) - 1]
+            file.write(f"{sum(counts)}{os.environ.get('WORLD_SIZE', '')} ")
+        if cause == "killed":
+            os.kill(os.getpid(), 9)
         (folder / "run.json").write_text(json.dumps({"status": "stopped" if cause else "done", "cause": cause}))
     else:
-        cause = None
+        time.sleep(1)  # process 0 ends first
     sys.exit(75 if cause else 0)
 """
 
@@ -76,12 +79,12 @@ def test_a_wrong_command_is_one_line(arguments, words, monkeypatch):
 # -- one process: quick, and never alone ---------------------------------------------------------------------------
 
 
-def start_fake(folder, causes: list, profile="configs/cpu.yaml", before: str = "") -> subprocess.Popen:
+def start_fake(folder, causes: list, profile="configs/cpu.yaml", *options: str, before: str = "") -> subprocess.Popen:
     """Start FAKE through launch.py; `causes` is why each start stops, None when it is done."""
     folder.mkdir(exist_ok=True)
     (folder / "fake.py").write_text(before + FAKE)
     (folder / "causes").write_text(json.dumps(causes))
-    command = [sys.executable, str(TEMPLATES / "launch.py"), "--config_file", str(profile)]
+    command = [sys.executable, str(TEMPLATES / "launch.py"), "--config_file", str(profile), *options]
     return subprocess.Popen(
         [*command, str(folder / "fake.py"), "--output_dir", str(folder)],
         cwd=REPOSITORY,
@@ -137,6 +140,29 @@ def test_several_processes_whose_memory_ran_out_are_started_again(tmp_path):
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert (tmp_path / "starts").read_text().split() == ["02", "12"]
+
+
+def test_a_process_that_is_lost_is_started_again_where_restarts_are_given(tmp_path):
+    process = start_fake(tmp_path, ["killed", None], "configs/multi_cpu.yaml", "--max_restarts", "2")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert (tmp_path / "starts").read_text().split() == ["02", "12"]
+
+
+def test_several_machines_whose_memory_ran_out_meet_again(tmp_path):
+    options = ["--num_processes", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
+    causes = ["out of memory", "out of memory", None]
+    nodes = [
+        start_fake(tmp_path, causes, "configs/multi_node.yaml", *options, "--machine_rank", str(rank))
+        for rank in (0, 1)
+    ]
+    try:
+        outputs = [node.communicate(timeout=60)[0] for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [node.returncode for node in nodes] == [0, 0], "\n".join(outputs)
+    assert (tmp_path / "starts").read_text().split() == ["02", "12", "22"]
 
 
 SLEEPER = """
