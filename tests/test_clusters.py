@@ -25,14 +25,6 @@ LIMIT = 120  # seconds
 CLUSTERS = REPOSITORY / "examples" / "clusters"
 CLOSE = 1e-5  # relative: fp32 sums in another order, over 60 steps of Adam
 ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-# A template as it is with `check_environment` at its start.
-JOINED = """
-import runpy, sys
-sys.path.insert(0, {templates!r})
-from kit.doctor import check_environment
-check_environment()
-runpy.run_path(sys.path[0] + "/text_classification.py", run_name="__main__")
-"""
 
 
 def wait_for(condition, process: subprocess.Popen, log: Path) -> None:
@@ -142,10 +134,13 @@ def test_under_mpirun_a_script_trains_as_one_process(one, tiny_settings, tmp_pat
     if shutil.which("mpirun") is None:
         pytest.skip("there is no mpirun here: apt-get install openmpi-bin")
     mpi = tmp_path / "mpi"
-    script = tmp_path / "joined.py"
-    script.write_text(JOINED.format(templates=str(TEMPLATES)))
     answer = subprocess.run(
-        [str(CLUSTERS / "mpi.sh"), "2", str(script), *options_of(settings_of(tiny_settings, mpi))],
+        [
+            str(CLUSTERS / "mpi.sh"),
+            "2",
+            "templates/text_classification.py",
+            *options_of(settings_of(tiny_settings, mpi)),
+        ],
         env=os.environ
         | ROOT
         | {"PYTHON": sys.executable, "MPI_OPTIONS": "--oversubscribe", "ACCELERATE_USE_CPU": "true"},

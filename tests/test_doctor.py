@@ -237,6 +237,16 @@ def test_what_a_script_cannot_do_is_one_line_before_torch_is_imported(variables,
     assert len(answer.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize("template", ["blank", "image_classification", "text_classification"])
+def test_a_template_started_with_a_sharded_profile_says_so_at_once(template):
+    variables = {"ACCELERATE_USE_FSDP": "true", "TEMPLATES_PROFILE": "fsdp.yaml"}
+    answer = subprocess.run(
+        [sys.executable, str(TEMPLATES / f"{template}.py")], env=os.environ | variables, capture_output=True, text=True
+    )
+    assert (answer.returncode, len(answer.stderr.splitlines())) == (2, 1), answer.stderr
+    assert answer.stderr.startswith("error: fsdp.yaml: FSDP is not supported by these scripts yet")
+
+
 def test_an_ordinary_environment_is_left_alone(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
     before = dict(os.environ)

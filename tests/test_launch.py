@@ -22,11 +22,11 @@ import json, os, sys, time
 from dataclasses import dataclass
 from pathlib import Path
 
-import kit.settings
+from kit.settings import TrainingSettings
 
 
 @dataclass
-class Settings(getattr(kit.settings, "TrainingSettings", object)):
+class Settings(TrainingSettings):
     \"\"\"What a training script has.\"\"\"
     output_dir: str = "nowhere"
 
