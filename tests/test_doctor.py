@@ -155,6 +155,7 @@ def test_a_precision_that_the_hardware_lacks_is_refused(precision, devices, pack
     assert found == [] if verdict is None else len(found) == 1 and verdict in found[0], found
     on_cpu = errors(asked("cpu", "--mixed_precision", precision), there)
     assert bool(on_cpu) == (precision in ("fp16", "fp8"))
+    assert errors(asked("cpu", "--mixed_precision", precision), replace(there, devices=None)) == on_cpu
 
 
 def test_bf16_on_a_cpu_without_instructions_for_it_is_said_to_be_slow():

@@ -320,7 +320,7 @@ def precision_findings(launch: Launch, machine: Machine):
         yield Finding(
             f"mixed_precision fp8 needs one of {', '.join(FP8_LIBRARIES)}, none is installed: bf16, {ways}bf16"
         )
-    if devices is None or launch.kind == "XLA":
+    if launch.kind == "XLA" or (devices is None and not launch.on_cpu):
         return
     is_cpu = launch.on_cpu or devices.kind == "cpu"
     if precision == "fp8" and (is_cpu or not devices.has_fp8):
@@ -331,7 +331,7 @@ def precision_findings(launch: Launch, machine: Machine):
         )
     elif precision == "bf16" and not is_cpu and not devices.has_bf16:
         yield Finding(f"mixed_precision bf16 needs a GPU with bf16 (Ampere or newer): fp16 or no, {ways}fp16")
-    elif precision == "bf16" and devices.kind == "cpu" and not devices.has_bf16:
+    elif precision == "bf16" and devices and devices.kind == "cpu" and not devices.has_bf16:
         yield Finding(
             "mixed_precision bf16: this CPU has no instructions for it (avx512_bf16, amx), it is slower than"
             f" full precision: no, {ways}no",
