@@ -313,9 +313,10 @@ def code_of_all(output_dir: str | None, asked: Launch, code: int, is_signalled: 
     if code == 1 and not is_signalled and asked.num_machines > 1:
         cause = str(run.get("cause"))
         if lost := re.search(r"Connection (closed|reset) by peer|Timed out waiting|Broken pipe", cause):
+            other = f"machine {1 - asked.machine_rank}" if asked.num_machines == 2 else "another machine"
             address = re.search(r"\[([0-9.]+|[0-9a-f]*:[0-9a-f:]+)\]:\d+", cause)
             raise MachineError(
-                f"lost the connection to {address[1] if address else 'another machine'} ({lost[0]}): its processes"
+                f"lost the connection to {address[1] if address else other} ({lost[0]}): its processes"
                 " ended or hang, or the network is cut. The same command on all machines goes on from the last"
                 f" complete checkpoint in {output_dir}"
             )

@@ -13,7 +13,7 @@ import yaml
 
 import launch
 from conftest import REPOSITORY, TEMPLATES
-from kit.errors import UserError
+from kit.errors import MachineError, UserError
 from nodes import free_port
 from worlds import lines
 
@@ -330,3 +330,20 @@ def test_a_machine_that_nobody_answers_gives_up_with_a_hint(tiny_settings, tmp_p
     assert process.returncode == 1, output
     assert "machine 1 of 2, 2 processes, meeting at 127.0.0.1:9" in output
     assert "Is machine 0 started" in output.splitlines()[-1]
+
+
+def test_a_machine_that_is_lost_is_named_from_the_cause_of_the_run(tmp_path):
+    asked = launch.Launch(name="own.yaml", num_processes=2, num_machines=2, machine_rank=0)
+    for cause, words in (
+        ("RuntimeError: Read error [10.0.0.2]:4711: Connection reset by peer", "10.0.0.2 (Connection reset by peer)"),
+        ("process 1: RuntimeError: Connection closed by peer [fd00::2]:4711", "fd00::2 (Connection closed by peer)"),
+        ("RuntimeError: Timed out waiting 10000ms for recv operation", "machine 1 (Timed out waiting)"),
+    ):
+        (tmp_path / "run.json").write_text(json.dumps({"status": "failed", "cause": cause}))
+        with pytest.raises(MachineError) as lost:
+            launch.code_of_all(str(tmp_path), asked, 1, is_signalled=False)
+        assert str(lost.value).startswith(f"lost the connection to {words}:")
+    (tmp_path / "run.json").write_text(json.dumps({"status": "failed", "cause": "ValueError: shapes"}))
+    assert launch.code_of_all(str(tmp_path), asked, 1, is_signalled=False) == 1
+    (tmp_path / "run.json").write_text(json.dumps({"status": "stopped", "cause": "signal SIGTERM"}))
+    assert launch.code_of_all(str(tmp_path), asked, 1, is_signalled=True) == 75
