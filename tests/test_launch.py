@@ -142,6 +142,24 @@ def test_several_processes_whose_memory_ran_out_are_started_again(tmp_path):
     assert (tmp_path / "starts").read_text().split() == ["02", "12"]
 
 
+def test_what_an_earlier_start_left_behind_says_nothing_about_this_one(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({"status": "stopped", "cause": "out of memory"}))
+    fails = "if __name__ == '__main__':\n    raise ValueError\n"
+    process = start_fake(tmp_path, [None], "configs/multi_cpu.yaml", before=fails)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, output
+    assert "the same command again" not in output
+
+
+def test_one_process_of_a_profile_for_several_devices_is_started_simply(tmp_path):
+    written = "distributed_type: MULTI_GPU\nnum_processes: 1\nnum_machines: 1\ngpu_ids: 0\nmixed_precision: no\n"
+    (tmp_path / "own.yaml").write_text(written)
+    process = start_fake(tmp_path, [None], tmp_path / "own.yaml")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert (tmp_path / "starts").read_text().split() == ["0"]
+
+
 def test_a_process_that_is_lost_is_started_again_where_restarts_are_given(tmp_path):
     process = start_fake(tmp_path, ["killed", None], "configs/multi_cpu.yaml", "--max_restarts", "2")
     output, _ = process.communicate(timeout=120)
@@ -339,11 +357,8 @@ def test_a_machine_that_is_lost_is_named_from_the_cause_of_the_run(tmp_path):
         ("process 1: RuntimeError: Connection closed by peer [fd00::2]:4711", "fd00::2 (Connection closed by peer)"),
         ("RuntimeError: Timed out waiting 10000ms for recv operation", "machine 1 (Timed out waiting)"),
     ):
-        (tmp_path / "run.json").write_text(json.dumps({"status": "failed", "cause": cause}))
         with pytest.raises(MachineError) as lost:
-            launch.code_of_all(str(tmp_path), asked, 1, is_signalled=False)
+            launch.code_of_all({"status": "failed", "cause": cause}, "run", asked, 1, is_signalled=False)
         assert str(lost.value).startswith(f"lost the connection to {words}:")
-    (tmp_path / "run.json").write_text(json.dumps({"status": "failed", "cause": "ValueError: shapes"}))
-    assert launch.code_of_all(str(tmp_path), asked, 1, is_signalled=False) == 1
-    (tmp_path / "run.json").write_text(json.dumps({"status": "stopped", "cause": "signal SIGTERM"}))
-    assert launch.code_of_all(str(tmp_path), asked, 1, is_signalled=True) == 75
+    assert launch.code_of_all({"status": "failed", "cause": "ValueError: shapes"}, "run", asked, 1, False) == 1
+    assert launch.code_of_all({"status": "stopped", "cause": "signal SIGTERM"}, str(tmp_path), asked, 1, True) == 75
