@@ -188,12 +188,21 @@ def is_plain(asked: Launch, profile: dict, options: argparse.Namespace | None) -
     return options is not None and not (unusual or switches or some_devices or asked.mixed_precision == "fp8")
 
 
+def validate(options: argparse.Namespace) -> argparse.Namespace:
+    """Return the options completed by Accelerate; what it refuses is one line."""
+    from accelerate.commands import launch
+
+    try:
+        return launch._validate_launch_command(options)[0]
+    except ValueError as error:
+        raise UserError(f"accelerate launch: {one_line(error)}") from None
+
+
 def command_of(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     """Return the command and environment that Accelerate starts one process with (or mpirun, with a hostfile)."""
     from accelerate.commands import launch
 
-    options, _, _ = launch._validate_launch_command(options)
-    return launch.prepare_simple_launcher_cmd_env(options)
+    return launch.prepare_simple_launcher_cmd_env(validate(options))
 
 
 def run_one(command: list[str]) -> tuple[int, bool]:
@@ -304,20 +313,21 @@ def read_run(output_dir: str | None) -> dict:
         return {}
 
 
-def code_of_all(output_dir: str | None, asked: Launch, code: int, is_signalled: bool) -> int:
+def code_of_all(run: dict, output_dir: str | None, asked: Launch, code: int, is_signalled: bool) -> int:
     """Return the exit code of several processes: their launcher forgets it when a signal ends them.
 
-    Raises `MachineError` where they ended because those of another machine are gone.
+    `run` is the run.json that they wrote. Raises `MachineError` where they ended because those of another machine are
+    gone.
     """
-    run = read_run(output_dir)
     if code == 1 and run.get("status") == "stopped":
         return EXIT_STOPPED
     if code == 1 and not is_signalled and asked.num_machines > 1:
         cause = str(run.get("cause"))
         if lost := re.search(r"Connection (closed|reset) by peer|Timed out waiting|Broken pipe", cause):
+            other = f"machine {1 - asked.machine_rank}" if asked.num_machines == 2 else "another machine"
             address = re.search(r"\[([0-9.]+|[0-9a-f]*:[0-9a-f:]+)\]:\d+", cause)
             raise MachineError(
-                f"lost the connection to {address[1] if address else 'another machine'} ({lost[0]}): its processes"
+                f"lost the connection to {address[1] if address else other} ({lost[0]}): its processes"
                 " ended or hang, or the network is cut. The same command on all machines goes on from the last"
                 f" complete checkpoint in {output_dir}"
             )
@@ -361,6 +371,8 @@ def main(arguments: list[str]) -> int:
         wait_for_name(asked.address)
     refuse(examine(asked, find_machine()))
     os.environ["TEMPLATES_PROFILE"] = options.config_file  # for the banner and run.json
+    if asked.num_processes == 1 and asked.kind.startswith("MULTI"):
+        profile |= {"distributed_type": "NO", "use_cpu": asked.on_cpu}  # Accelerate asks for two devices at least
 
     with tempfile.TemporaryDirectory(prefix="profile-") as folder:
         normal = Path(folder) / "profile.yaml"  # Accelerate takes fewer ways of writing the same
@@ -418,11 +430,15 @@ def start_several(accelerate_options, asked: Launch, script: Path) -> int:
     refuse(examine(asked, find_machine(devices)))
     set_environment(asked, devices.kind)
     os.environ["ACCELERATE_MIXED_PRECISION"] = asked.mixed_precision
-    output_dir = check_script(script, accelerate_options().training_script_args, reads_data=True)
+    options = validate(accelerate_options())
+    output_dir = check_script(script, options.training_script_args, reads_data=True)
 
     def run_once() -> tuple[int, bool]:
+        before = read_run(output_dir)
         code, is_signalled = run_several(accelerate_options(), asked)
-        return code_of_all(output_dir, asked, code, is_signalled), is_signalled
+        after = read_run(output_dir)
+        run = {} if after == before else after  # else it tells of an earlier start
+        return code_of_all(run, output_dir, asked, code, is_signalled), is_signalled
 
     return restarts(run_once, lambda: output_dir)
 

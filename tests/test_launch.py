@@ -13,7 +13,7 @@ import yaml
 
 import launch
 from conftest import REPOSITORY, TEMPLATES
-from kit.errors import UserError
+from kit.errors import MachineError, UserError
 from nodes import free_port
 from worlds import lines
 
@@ -140,6 +140,24 @@ def test_several_processes_whose_memory_ran_out_are_started_again(tmp_path):
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert (tmp_path / "starts").read_text().split() == ["02", "12"]
+
+
+def test_what_an_earlier_start_left_behind_says_nothing_about_this_one(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({"status": "stopped", "cause": "out of memory"}))
+    fails = "if __name__ == '__main__':\n    raise ValueError\n"
+    process = start_fake(tmp_path, [None], "configs/multi_cpu.yaml", before=fails)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, output
+    assert "the same command again" not in output
+
+
+def test_one_process_of_a_profile_for_several_devices_is_started_simply(tmp_path):
+    written = "distributed_type: MULTI_GPU\nnum_processes: 1\nnum_machines: 1\ngpu_ids: 0\nmixed_precision: no\n"
+    (tmp_path / "own.yaml").write_text(written)
+    process = start_fake(tmp_path, [None], tmp_path / "own.yaml")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert (tmp_path / "starts").read_text().split() == ["0"]
 
 
 def test_a_process_that_is_lost_is_started_again_where_restarts_are_given(tmp_path):
@@ -330,3 +348,17 @@ def test_a_machine_that_nobody_answers_gives_up_with_a_hint(tiny_settings, tmp_p
     assert process.returncode == 1, output
     assert "machine 1 of 2, 2 processes, meeting at 127.0.0.1:9" in output
     assert "Is machine 0 started" in output.splitlines()[-1]
+
+
+def test_a_machine_that_is_lost_is_named_from_the_cause_of_the_run(tmp_path):
+    asked = launch.Launch(name="own.yaml", num_processes=2, num_machines=2, machine_rank=0)
+    for cause, words in (
+        ("RuntimeError: Read error [10.0.0.2]:4711: Connection reset by peer", "10.0.0.2 (Connection reset by peer)"),
+        ("process 1: RuntimeError: Connection closed by peer [fd00::2]:4711", "fd00::2 (Connection closed by peer)"),
+        ("RuntimeError: Timed out waiting 10000ms for recv operation", "machine 1 (Timed out waiting)"),
+    ):
+        with pytest.raises(MachineError) as lost:
+            launch.code_of_all({"status": "failed", "cause": cause}, "run", asked, 1, is_signalled=False)
+        assert str(lost.value).startswith(f"lost the connection to {words}:")
+    assert launch.code_of_all({"status": "failed", "cause": "ValueError: shapes"}, "run", asked, 1, False) == 1
+    assert launch.code_of_all({"status": "stopped", "cause": "signal SIGTERM"}, str(tmp_path), asked, 1, True) == 75
