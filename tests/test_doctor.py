@@ -180,7 +180,7 @@ def test_compiling_needs_a_compiler():
     assert (
         errors(compiled, machine()) == errors(replace(compiled, dynamo_backend="EAGER"), machine(compiler=None)) == []
     )
-    assert "dynamo_backend INDUCTOR needs a C++ compiler" in errors(compiled, machine(compiler=None))[0]
+    assert "the inductor backend needs a C++ compiler" in errors(compiled, machine(compiler=None))[0]
 
 
 @pytest.mark.parametrize(

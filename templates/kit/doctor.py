@@ -24,7 +24,6 @@ SHARDED = {
     "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism_config",
 }
 FP8_LIBRARIES = ("transformer_engine", "torchao", "msamp")
-WITHOUT_COMPILER = ("NO", "EAGER", "AOT_EAGER")  # of the backends of torch.compile
 PLENTY_OF_SHARED_MEMORY, PLENTY_OF_DISK = 1 << 30, 2 << 30  # bytes
 
 
@@ -340,11 +339,11 @@ def precision_findings(launch: Launch, machine: Machine):
 
 
 def compiler_findings(launch: Launch, machine: Machine):
-    """Yield that a backend of torch.compile has no compiler."""
-    if launch.dynamo_backend not in WITHOUT_COMPILER and machine.compiler is None:
+    """Yield that the backend of torch.compile has no compiler."""
+    if launch.dynamo_backend == "INDUCTOR" and machine.compiler is None:
         yield Finding(
-            f"{launch.name}: dynamo_backend {launch.dynamo_backend} needs a C++ compiler and none was found:"
-            " install g++ (or set CXX), or take dynamo_config out of the profile"
+            f"{launch.name}: the inductor backend needs a C++ compiler and none was found: install g++ (or set CXX), or"
+            " do not compile: --torch_compile false, no dynamo_config in the profile"
         )
 
 
