@@ -1,6 +1,7 @@
 # Every job by name. `make help` lists them. Options for those that train:
-#   PROFILE=cpu|multi_cpu|single_gpu|multi_gpu|multi_node   where to run (configs/)
+#   PROFILE=cpu|multi_cpu|single_gpu|multi_gpu|multi_node|mps   where to run (configs/)
 #   NUM_PROCESSES=4 PRECISION=bf16                          override the profile
+#   NODES=2 NODE_RANK=1 MAIN_IP=10.0.0.1 MAIN_PORT=29500    several machines: the same on each, but for its rank
 #   ARGS='--seed 3 --output_dir "a b"'                      options of the script, handed on as they are
 #   VENV=.venv PYTHON=python3                               the environment, and the Python that makes it
 
@@ -11,8 +12,11 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 VENV_PYTHON := "$(VENV)/bin/python"
 # `exec`, so that a signal to make reaches the launcher and not a shell in between.
-LAUNCH = exec $(VENV_PYTHON) templates/launch.py --config_file "configs/$(PROFILE).yaml" \
-	$(if $(NUM_PROCESSES),--num_processes $(NUM_PROCESSES)) $(if $(PRECISION),--mixed_precision $(PRECISION))
+PLACE = --config_file "configs/$(PROFILE).yaml" \
+	$(if $(NUM_PROCESSES),--num_processes $(NUM_PROCESSES)) $(if $(PRECISION),--mixed_precision $(PRECISION)) \
+	$(if $(NODES),--num_machines $(NODES)) $(if $(NODE_RANK),--machine_rank $(NODE_RANK)) \
+	$(if $(MAIN_IP),--main_process_ip $(MAIN_IP)) $(if $(MAIN_PORT),--main_process_port $(MAIN_PORT))
+START = exec $(VENV_PYTHON) templates/launch.py $(PLACE)
 
 # A demo that is done is made anew, one that was stopped goes on; a folder given in ARGS is never deleted.
 ANEW = $(if $(findstring --output_dir,$(ARGS)),,$(if \
@@ -25,7 +29,7 @@ METHODS := examples/parallelism
 .PHONY: help
 help: ## list the jobs
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-24s %s\n", $$1, $$2 }' Makefile
-	@echo; sed -n '1,5s/^# *//p' Makefile
+	@echo; sed -n '1,6s/^# *//p' Makefile
 
 .PHONY: environment
 # The stamp is a copy of pyproject.toml, written last: an installation that failed, or an older one, is made again.
@@ -34,7 +38,7 @@ environment: ## make VENV and install everything that the other jobs need
 		"$(PYTHON)" -c 'import sys; sys.exit("error: Python 3.10 or newer is needed: make PYTHON=python3.12" \
 			if sys.version_info < (3, 10) else 0)' \
 		&& "$(PYTHON)" -m venv "$(VENV)" \
-		&& $(VENV_PYTHON) -m pip install ".[demo,test,methods,new]" \
+		&& $(VENV_PYTHON) -m pip install ".[demo,test,methods,new,notebook]" \
 		&& cp pyproject.toml "$(VENV)/.installed-templates"; }
 
 .PHONY: demo
@@ -42,12 +46,16 @@ demo: environment ## train a real BERT on made sentence pairs, offline, in two m
 	@$(VENV_PYTHON) examples/demo/pairs.py outputs/demo/data --seed 0
 	@echo "What a model has to beat, on synthetic test pairs:"
 	@$(VENV_PYTHON) examples/demo/baseline.py outputs/demo/data/train.jsonl outputs/demo/data/test.jsonl
-	@model=$$($(VENV_PYTHON) examples/demo/model_path.py) && $(LAUNCH) templates/text_classification.py \
+	@model=$$($(VENV_PYTHON) examples/demo/model_path.py) && $(START) templates/text_classification.py \
 		--config examples/demo/recipe.yaml --model_name_or_path "$$model" $(call ANEW,demo) $(ARGS)
 	@echo "Three synthetic pairs that the model has not seen:"
 	@$(VENV_PYTHON) examples/demo/predict.py outputs/demo
 	@echo "The model is in outputs/demo/best, its curve in outputs/demo/metrics.jsonl, everything else that is known of"
 	@echo "the run in outputs/demo/run.json. Next: make prove; make bert-mrpc; your own data: see README.md."
+
+.PHONY: doctor
+doctor: environment ## does PROFILE fit this machine? (LAUNCH=1: start it, show who met, measure the all-reduce)
+	@$(VENV_PYTHON) templates/doctor.py $(PLACE) $(if $(LAUNCH),--launch)
 
 .PHONY: test
 test: environment ## prove what is promised (TEMPLATES_DATA=FOLDER adds the tests on real data)
@@ -59,11 +67,11 @@ lint: environment ## check format and style
 
 .PHONY: bert-mrpc
 bert-mrpc: environment ## fine-tune BERT on GLUE MRPC
-	$(LAUNCH) templates/text_classification.py --config examples/bert_mrpc/recipe.yaml $(ARGS)
+	$(START) templates/text_classification.py --config examples/bert_mrpc/recipe.yaml $(ARGS)
 
 .PHONY: resnet50-pets
 resnet50-pets: environment ## fine-tune ResNet50 on the Oxford pets
-	$(LAUNCH) templates/image_classification.py --config examples/resnet50_pets/recipe.yaml $(ARGS)
+	$(START) templates/image_classification.py --config examples/resnet50_pets/recipe.yaml $(ARGS)
 
 data-given: # before anything is installed
 	@test -n "$(DATA)" || { echo "error: give DATA=FOLDER, the folder of the images" >&2; exit 2; }
@@ -72,12 +80,12 @@ data-given: # before anything is installed
 resnet50-pets-cpu: data-given environment ## three breeds on a CPU with real weights (DATA=FOLDER of the pets)
 	@$(VENV_PYTHON) examples/resnet50_pets/three_breeds.py "$(DATA)" outputs/three_breeds
 	@$(VENV_PYTHON) examples/resnet50_pets/imagenet_weights.py outputs/tf_efficientnet_lite0
-	$(LAUNCH) templates/image_classification.py --config examples/resnet50_pets/recipe_cpu.yaml $(ARGS)
+	$(START) templates/image_classification.py --config examples/resnet50_pets/recipe_cpu.yaml $(ARGS)
 
 .PHONY: demo-images
 demo-images: environment ## train on drawn animals, offline, in two minutes
 	@$(VENV_PYTHON) examples/demo_images/make_images.py outputs/demo_images/data --seed 0
-	$(LAUNCH) templates/image_classification.py --config examples/demo_images/recipe.yaml \
+	$(START) templates/image_classification.py --config examples/demo_images/recipe.yaml \
 		$(call ANEW,demo_images) $(ARGS)
 
 .PHONY: check-data

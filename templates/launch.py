@@ -1,183 +1,446 @@
-"""Start a template as a make target does: `accelerate launch` with the mistakes found first and the exit code kept.
+"""Start a script where a profile says: `accelerate launch` with the mistakes found first and the exit code kept.
 
     python launch.py --config_file configs/multi_cpu.yaml SCRIPT --config RECIPE.yaml
 
-Takes the options of `accelerate launch`. The profile, the settings and, for several processes, the data are checked
-before anything is started. One process replaces this one, so that signals reach it; several are started by
-Accelerate's own launcher. Exit code: 0 done, 2 a mistake, 75 stopped after saving, else a failure.
+Takes the options of `accelerate launch`. Profile, machine, settings and, for several processes, the data are checked
+before anything is started. Signals are passed on. A run that stopped because its memory ran out is started again.
+Exit code: 0 done, 2 a mistake, 75 stopped after saving, else a failure.
 """
 
-from kit.stopping import EXIT_STOPPED, catch_signals
+from kit.stopping import EXIT_STOPPED, SIGNALS, catch_signals
 
 if __name__ == "__main__":
     catch_signals()  # before the slow imports below
 
+import argparse
 import importlib.util
 import json
+import logging
 import os
+import re
+import signal
+import subprocess
 import sys
+import tempfile
+import time
+from functools import partial
 from pathlib import Path
 
-from kit.command_line import parse_settings
+import yaml
+
+from kit.doctor import (
+    Launch,
+    asks_for_cpu,
+    choose_interface,
+    examine,
+    find_devices,
+    find_machine,
+    refuse,
+    resolve_name,
+    started_copies,
+    visible_cores,
+)
 from kit.errors import MachineError, UserError, exit_codes, one_line
-from kit.world import asks_for_cpu, check_machine, visible_cores
+from kit.profile import PRECISIONS, SECTIONS, read_profile
 
 MEETING_TIMEOUT = 300  # seconds that the machines of a run wait for each other
-STARTS_SEVERAL = ("MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "FSDP", "DEEPSPEED")
+NAME_TIMEOUT = 60  # seconds until the name of machine 0 has to be known
+MAX_RESTARTS = 5  # of a run whose memory ran out
+PLAIN = {  # options that are read without Accelerate, which would import torch: with one process, only the script does
+    "config_file": str,
+    "num_processes": int,
+    "num_machines": int,
+    "machine_rank": int,
+    "main_process_ip": str,
+    "main_process_port": int,
+    "mixed_precision": str,
+    "gpu_ids": str,
+}
 
 
-def refuse(message: str) -> None:
-    """Take the place of argparse's own way out, whose usage of a hundred lines hides the message."""
-    raise UserError(f"{message} (see accelerate launch --help)")
+# -- what is asked for -------------------------------------------------------------------------------------------------
 
 
-def read_profile(path: Path) -> dict:
-    """Return a profile's keys and values. Raises `UserError` for a missing or unreadable file and unknown keys."""
-    import yaml
-    from accelerate.commands.config.config_args import ClusterConfig
-
-    if not path.is_file():
-        there = ", ".join(sorted(file.stem for file in path.parent.glob("*.yaml"))) or "none"
-        raise UserError(f"there is no profile {path}; profiles in {path.parent}/: {there}")
-    try:
-        profile = yaml.safe_load(path.read_text("utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"profile {path} is not YAML: {one_line(error)}") from None
-    if not isinstance(profile, dict) or "distributed_type" not in profile:
-        raise UserError(f"profile {path} has no distributed_type: write one with `accelerate config`")
-    known = set(ClusterConfig.__dataclass_fields__)
-    unknown = [str(key) for key in profile if key not in known]
-    if unknown:
-        raise UserError(f"profile {path} has keys that Accelerate does not know: {', '.join(unknown)}")
-    if profile.get("mixed_precision", "no") not in ("no", "fp16", "bf16", "fp8"):
-        raise UserError(f"profile {path}: mixed_precision {profile['mixed_precision']} (quote it: 'no', fp16, bf16)")
-    return profile
-
-
-def check_devices(profile: dict, num_processes: int, num_machines: int, name: str, num_devices: int) -> None:
-    """Refuse a number of processes that this machine or the profile cannot give. `num_devices` 0 means a CPU."""
-    starts_several = profile["distributed_type"] in STARTS_SEVERAL
-    if num_processes < 1 or num_machines < 1:
-        raise UserError(f"{num_processes} processes on {num_machines} machines ({name}): give 1 at least")
-    if num_processes % num_machines:
-        raise UserError(
-            f"{num_processes} processes on {num_machines} machines ({name}): give a multiple of the machines"
-        )
-    if num_processes > 1 and not starts_several:
-        raise UserError(
-            f"{name} starts one process (distributed_type {profile['distributed_type']}), {num_processes} are asked"
-            " for: use PROFILE=multi_cpu or PROFILE=multi_gpu"
-        )
-    local = num_processes // num_machines
-    if num_devices and not profile.get("use_cpu") and local > num_devices:
-        raise UserError(
-            f"{name}: {local} processes asked for on this machine, {num_devices} devices found:"
-            f" use NUM_PROCESSES={num_devices * num_machines} (--num_processes {num_devices * num_machines})"
-        )
-
-
-def check_script(script: Path, arguments: list[str], reads_data: bool) -> str | None:
-    """Check settings (and data) as the script itself would; return its run directory, None if it has no settings."""
-    spec = importlib.util.spec_from_file_location(script.stem, script)
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(script.parent.resolve()))  # where Python looks first when it runs the script
-    sys.modules[script.stem] = module
-    spec.loader.exec_module(module)
-    if not hasattr(module, "Settings"):
+def read_plain(arguments: list[str]) -> argparse.Namespace | None:
+    """Return the options if there are only those of `PLAIN`, well-formed; else None: Accelerate's parser is asked."""
+    options = argparse.Namespace(cpu=False, **dict.fromkeys(PLAIN))
+    rest = list(arguments)
+    while rest and rest[0].startswith("-"):
+        name, equals, value = rest.pop(0).removeprefix("--").replace("-", "_").partition("=")
+        if name == "cpu" and not equals:
+            options.cpu = True
+            continue
+        if name not in PLAIN or not (equals or rest):
+            return None
+        try:
+            setattr(options, name, PLAIN[name](value if equals else rest.pop(0)))
+        except ValueError:
+            return None
+    if not rest or options.mixed_precision not in (None, *PRECISIONS):
         return None
-    settings = parse_settings(module.Settings, module.__doc__, arguments)
-    module.check(settings)
-    check_machine(settings)
-    if reads_data:
-        module.load_data(settings)
-    return settings.output_dir
+    options.training_script, options.training_script_args = rest[0], rest[1:]
+    return options
 
 
-def set_environment(profile: dict, local_processes: int) -> None:
-    """Set what several CPU processes need to run well, unless the user has."""
-    import torch
-
-    if profile.get("use_cpu"):
-        os.environ["ACCELERATE_USE_CPU"] = "true"  # the launcher does not hand use_cpu on to several processes
-    if asks_for_cpu() or not torch.accelerator.is_available():
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, visible_cores() // local_processes)))
-    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
-
-
-def exit_code_of(output_dir: str | None, codes: list[int]) -> int:
-    """Return the exit code of a launch from those of its processes and from run.json."""
-    try:
-        status = json.loads((Path(output_dir) / "run.json").read_text("utf-8"))["status"] if output_dir else None
-    except (OSError, ValueError, KeyError):
-        status = None
-    if EXIT_STOPPED in codes or status == "stopped":
-        return EXIT_STOPPED
-    return 2 if 2 in codes else 1
-
-
-def main(arguments: list[str]) -> int:
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin are slow where cores are shared
+def read_all(arguments: list[str]) -> argparse.Namespace:
+    """Return the options as Accelerate reads them; a mistake is one line."""
     from accelerate.commands import launch
 
+    def refuse_usage(message: str) -> None:
+        raise UserError(f"{message} (see accelerate launch --help)")  # its usage of a hundred lines hides the message
+
     parser = launch.launch_command_parser()
-    parser.error = refuse
-    options = parser.parse_args(arguments)
-    if options.config_file is None:
-        raise UserError("give a profile: --config_file configs/cpu.yaml")
-    path, script = Path(options.config_file), Path(options.training_script)
-    profile = read_profile(path)
-    if not script.is_file():
-        raise UserError(f"there is no script {script}")
-    # 0 is an answer, and refused below: only what is not given comes from the profile.
-    num_processes, num_machines = (
-        int(profile.get(name) or 1) if (given := getattr(options, name)) is None else given
-        for name in ("num_processes", "num_machines")
+    parser.error = refuse_usage
+    return parser.parse_args(arguments)
+
+
+def what_is_asked(profile: dict, options: argparse.Namespace) -> Launch:
+    """Return what is to be started: the profile, and what the command line says instead."""
+
+    def either(name: str):
+        given = getattr(options, name, None)  # 0 is an answer: only what is not given comes from the profile
+        return profile.get(name) if given is None else given
+
+    kind = profile["distributed_type"]
+    for option, other in (("use_fsdp", "FSDP"), ("use_deepspeed", "DEEPSPEED"), ("use_megatron_lm", "MEGATRON_LM")):
+        kind = other if getattr(options, option, False) else kind
+    num_processes = either("num_processes")
+    return Launch(
+        name=options.config_file,
+        kind=kind,
+        num_processes=1 if num_processes is None and kind in ("NO", "XLA") else num_processes,
+        num_machines=1 if (machines := either("num_machines")) is None else machines,
+        machine_rank=either("machine_rank") or 0,
+        is_rank_given=options.machine_rank is not None,
+        address=either("main_process_ip"),
+        is_address_given=options.main_process_ip is not None,
+        port=either("main_process_port"),
+        mixed_precision=options.mixed_precision or profile["mixed_precision"],
+        on_cpu=options.cpu or kind == "MULTI_CPU" or profile.get("use_cpu", False) or asks_for_cpu(),
+        gpu_ids=either("gpu_ids"),
+        dynamo_backend=_dynamo_backend(profile, options),
+        parallelism=profile.get("parallelism_config", {}),
+        is_remote=profile.get("compute_environment") == "AMAZON_SAGEMAKER",
+        has_hostfile=bool(_hostfile(profile, options)),
     )
 
-    import torch
 
-    num_devices = 0 if asks_for_cpu() or not torch.accelerator.is_available() else torch.accelerator.device_count()
-    check_devices(profile, num_processes, num_machines, str(path), num_devices)
-    set_environment(profile, num_processes // num_machines)
-    if num_processes == 1 and profile["distributed_type"] not in ("FSDP", "DEEPSPEED"):
-        options, _, _ = launch._validate_launch_command(options)
-        command, environment = launch.prepare_simple_launcher_cmd_env(options)
-        sys.stdout.flush()
-        os.execvpe(command[0], command, environment)
+def _dynamo_backend(profile: dict, options: argparse.Namespace) -> str:
+    section = profile.get("dynamo_config", {})
+    backend = (
+        getattr(options, "dynamo_backend", None) or section.get("dynamo_backend") or section.get("backend") or "no"
+    )
+    return backend.upper()
 
+
+def _hostfile(profile: dict, options: argparse.Namespace) -> str | None:
+    return getattr(options, "mpirun_hostfile", None) or profile.get("mpirun_config", {}).get("mpirun_hostfile")
+
+
+def take_rank(asked: Launch) -> None:
+    """Take the rank of this machine from srun or mpirun, where each started one launcher on each machine."""
+    if (copies := started_copies()) is None:
+        return
+    starter, count = copies
+    if count != asked.num_machines:
+        raise UserError(
+            f"{starter} started {count} copies of launch.py, {asked.name} has num_machines {asked.num_machines}: start"
+            f" one copy on each machine (--num_machines {count}), or the script itself {count} times, without launch.py"
+        )
+    if not asked.is_rank_given:
+        name = "SLURM_PROCID" if starter == "srun" else "OMPI_COMM_WORLD_RANK"
+        asked.machine_rank = int(os.environ.get(name) or os.environ["PMI_RANK"])
+
+
+def wait_for_name(address: str, timeout: float = NAME_TIMEOUT, resolve=resolve_name) -> None:
+    """Wait until the name of machine 0 is known: where a scheduler has just started it, that takes a while."""
+    end, is_said = time.monotonic() + timeout, False
+    while resolve(address) is None and time.monotonic() < end:
+        if not is_said:
+            print(f"waiting up to {timeout:g} s until the name {address} is known", flush=True)
+            is_said = True
+        time.sleep(min(1.0, timeout / 10))
+
+
+# -- one process -------------------------------------------------------------------------------------------------------
+
+
+def plain_environment(asked: Launch) -> dict[str, str]:
+    """Return the variables that Accelerate's launcher sets for one process whose profile has no section."""
+    affinity = {"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"} if asked.on_cpu else {}
+    return affinity | {
+        "ACCELERATE_USE_CPU": str(asked.on_cpu),
+        "ACCELERATE_MIXED_PRECISION": asked.mixed_precision,
+        "ACCELERATE_DYNAMO_BACKEND": "NO",
+        "ACCELERATE_DYNAMO_MODE": "default",
+        "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False",
+        "ACCELERATE_DYNAMO_USE_DYNAMIC": "False",
+        "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "False",
+        "OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"],
+    }
+
+
+def is_plain(asked: Launch, profile: dict, options: argparse.Namespace | None) -> bool:
+    """Return whether nothing of the launch needs Accelerate's own launcher, which would import torch a second time."""
+    unusual = {*SECTIONS, "tpu_env", "command_file", "commands"} & {key for key, value in profile.items() if value}
+    switches = profile.get("debug") or profile.get("enable_cpu_affinity") or asked.kind == "XLA"
+    some_devices = asked.gpu_ids not in (None, "all") and not asked.on_cpu
+    return options is not None and not (unusual or switches or some_devices or asked.mixed_precision == "fp8")
+
+
+def validate(options: argparse.Namespace) -> argparse.Namespace:
+    """Return the options completed by Accelerate; what it refuses is one line."""
+    from accelerate.commands import launch
+
+    try:
+        return launch._validate_launch_command(options)[0]
+    except ValueError as error:
+        raise UserError(f"accelerate launch: {one_line(error)}") from None
+
+
+def command_of(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+    """Return the command and environment that Accelerate starts one process with (or mpirun, with a hostfile)."""
+    from accelerate.commands import launch
+
+    return launch.prepare_simple_launcher_cmd_env(validate(options))
+
+
+def run_one(command: list[str]) -> tuple[int, bool]:
+    """Run a command, passing signals on to it; return its exit code and whether there was a signal."""
+    child, received = None, []
+
+    def pass_on(number: int, frame) -> None:
+        received.append(number)
+        if child is not None:
+            child.send_signal(number)
+
+    for number in SIGNALS if os.name == "posix" else []:  # on Windows a Ctrl-C reaches the child by itself
+        if signal.getsignal(number) != signal.SIG_IGN:  # under nohup
+            signal.signal(number, pass_on)
+    sys.stdout.flush()
+    child = subprocess.Popen(command)
+    for number in list(received):  # that came before there was a child
+        child.send_signal(number)
+    code = child.wait()
+    if -code in received:
+        return EXIT_STOPPED, True  # before the script could catch it: there was nothing to save
+    return (128 - code if code < 0 else code), bool(received)
+
+
+# -- several processes -------------------------------------------------------------------------------------------------
+
+
+def run_several(options: argparse.Namespace, asked: Launch) -> tuple[int, bool]:
+    """Start the processes of this machine and wait; return their exit code and whether there was a signal."""
+    from accelerate.commands import launch
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    from kit.run_directory import has_progress
-
-    os.environ["ACCELERATE_MIXED_PRECISION"] = options.mixed_precision or profile.get("mixed_precision", "no")
-    output_dir = check_script(script, options.training_script_args, reads_data=True)
-    where = ""
-    if num_machines > 1:
-        rank = options.machine_rank if options.machine_rank is not None else profile.get("machine_rank", 0)
-        address = options.main_process_ip or profile.get("main_process_ip")
-        port = options.main_process_port or profile.get("main_process_port")
-        where = f"machine {rank} of {num_machines}, {num_processes} processes, meeting at {address}:{port}"
+    if options.max_restarts:
+        # torch 2.14 keeps the addresses of processes that are gone in a store that outlives them, and those that are
+        # started again call there: give each start its own.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+        options.rdzv_backend, options.same_network = "c10d", False
+        options.standalone = asked.num_machines == 1
+    where = "the processes of this machine"
+    if asked.num_machines > 1:
+        where = f"machine {asked.machine_rank} of {asked.num_machines}, {asked.num_processes} processes, meeting at"
+        where += f" {asked.address}:{asked.port}"
         options.rdzv_conf = options.rdzv_conf or f"timeout={MEETING_TIMEOUT}"
         print(where, flush=True)
     try:
         launch.launch_command(options)
     except ChildFailedError as error:
-        return exit_code_of(output_dir, [failure.exitcode for failure in error.failures.values()])
+        codes = [failure.exitcode for failure in error.failures.values()]
+        return (EXIT_STOPPED if EXIT_STOPPED in codes else 2 if 2 in codes else 1), False
     except SignalException:
-        code = exit_code_of(output_dir, [])
-        if code != EXIT_STOPPED and output_dir and not has_progress(Path(output_dir)):
+        return 1, True
+    except (DistError, RendezvousError) as error:
+        raise MachineError(
+            f"{where}: they did not find each other ({one_line(error)[:200]}). Is machine 0 started, its address one"
+            " that this machine reaches, the port open and free, and --machine_rank another on each machine?"
+        ) from error
+    return 0, False
+
+
+def set_environment(asked: Launch, device_kind: str) -> None:
+    """Set what several processes need to run well, unless the user has."""
+    if asked.on_cpu:
+        os.environ["ACCELERATE_USE_CPU"] = "true"  # the launcher does not hand use_cpu on to several processes
+    if asked.on_cpu or device_kind == "cpu":
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, visible_cores() // asked.local_processes)))
+    if asked.num_machines > 1:
+        choose_interface(asked.address)
+    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+
+
+# -- the script and its run --------------------------------------------------------------------------------------------
+
+
+def load_script(script: Path):
+    """Return a script as a module, imported as Python would find its neighbours when it runs it."""
+    spec = importlib.util.spec_from_file_location(script.stem, script)
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(script.parent.resolve()))
+    sys.modules[script.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def check_script(script: Path, arguments: list[str], reads_data: bool) -> str | None:
+    """Check settings (and data) as the script itself would; return its run directory, None if it has no settings."""
+    from kit.command_line import parse_settings
+    from kit.world import check_machine
+
+    module = load_script(script)
+    if not hasattr(module, "Settings"):
+        return None
+    settings = parse_settings(module.Settings, module.__doc__, arguments)
+    if reads_data:
+        module.check(settings)
+        check_machine(settings)
+        module.load_data(settings)
+    return settings.output_dir
+
+
+def read_run(output_dir: str | None) -> dict:
+    """Return run.json of a run directory; empty where there is none to read."""
+    try:
+        return json.loads((Path(output_dir) / "run.json").read_text("utf-8")) if output_dir else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def code_of_all(run: dict, output_dir: str | None, asked: Launch, code: int, is_signalled: bool) -> int:
+    """Return the exit code of several processes: their launcher forgets it when a signal ends them.
+
+    `run` is the run.json that they wrote. Raises `MachineError` where they ended because those of another machine are
+    gone.
+    """
+    if code == 1 and run.get("status") == "stopped":
+        return EXIT_STOPPED
+    if code == 1 and not is_signalled and asked.num_machines > 1:
+        cause = str(run.get("cause"))
+        if lost := re.search(r"Connection (closed|reset) by peer|Timed out waiting|Broken pipe", cause):
+            other = f"machine {1 - asked.machine_rank}" if asked.num_machines == 2 else "another machine"
+            address = re.search(r"\[([0-9.]+|[0-9a-f]*:[0-9a-f:]+)\]:\d+", cause)
+            raise MachineError(
+                f"lost the connection to {address[1] if address else other} ({lost[0]}): its processes"
+                " ended or hang, or the network is cut. The same command on all machines goes on from the last"
+                f" complete checkpoint in {output_dir}"
+            )
+    if is_signalled and output_dir:
+        from kit.run_directory import has_progress
+
+        if not has_progress(Path(output_dir)):
             print("stopped    before the first step: there is nothing to save", flush=True)
             return EXIT_STOPPED
-        return code
-    except (torch.distributed.DistError, RendezvousError) as error:
-        raise MachineError(
-            f"{where or 'the processes of this machine'}: they did not find each other ({one_line(error)[:200]}). Is"
-            " machine 0 started, its address one that this machine reaches, the port open and free, and --machine_rank"
-            " another on each machine?"
-        ) from error
+    return code
+
+
+def restarts(run_once, output_dir_of) -> int:
+    """Call `run_once`, again while its run stopped because the memory ran out; return the last exit code."""
+    for count in range(1, MAX_RESTARTS + 2):
+        code, is_signalled = run_once()
+        if code != EXIT_STOPPED or is_signalled or count > MAX_RESTARTS:
+            break
+        if not str(read_run(output_dir_of()).get("cause")).startswith("out of memory"):
+            break
+        os.environ["TEMPLATES_RESTART_COUNT"] = str(count)  # overwrite_output_dir must not delete a run that goes on
+        print(f"memory     ran out: the same command again ({count} of at most {MAX_RESTARTS})", flush=True)
+    return code
+
+
+# -- main --------------------------------------------------------------------------------------------------------------
+
+
+def main(arguments: list[str]) -> int:
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin are slow where cores are shared
+    plain_options = read_plain(arguments)
+    options = plain_options or read_all(arguments)
+    if options.config_file is None:
+        raise UserError("give a profile: --config_file configs/cpu.yaml")
+    profile, script = read_profile(Path(options.config_file)), Path(options.training_script)
+    if not script.is_file():
+        raise UserError(f"no such script: {script}")
+    asked = what_is_asked(profile, options)
+    take_rank(asked)
+    if asked.num_machines > 1 and asked.address:
+        wait_for_name(asked.address)
+    refuse(examine(asked, find_machine()))
+    os.environ["TEMPLATES_PROFILE"] = options.config_file  # for the banner and run.json
+    if asked.num_processes == 1 and asked.kind.startswith("MULTI"):
+        profile |= {"distributed_type": "NO", "use_cpu": asked.on_cpu}  # Accelerate asks for two devices at least
+
+    with tempfile.TemporaryDirectory(prefix="profile-") as folder:
+        normal = Path(folder) / "profile.yaml"  # Accelerate takes fewer ways of writing the same
+        normal.write_text(yaml.safe_dump(profile), "utf-8")
+
+        def accelerate_options() -> argparse.Namespace:
+            options = read_all(arguments)
+            options.config_file, options.num_processes = str(normal), asked.num_processes
+            options.machine_rank = asked.machine_rank
+            if asked.starts_several:
+                options.cpu = False  # to Accelerate it means one process
+                options.multi_gpu = asked.kind == "MULTI_CPU"  # not about GPUs: it starts several processes
+            return options
+
+        if asked.is_remote:
+            return send_job(profile, accelerate_options())
+        if asked.starts_several:
+            return start_several(accelerate_options, asked, script)
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, visible_cores() // asked.local_processes)))
+        if is_plain(asked, profile, plain_options):
+            command = [sys.executable, str(script), *options.training_script_args]
+            os.environ.update(plain_environment(asked))
+        else:
+            refuse(examine(asked, find_machine(find_devices())))
+            command, environment = command_of(accelerate_options())
+            os.environ.update(environment)
+        read_output_dir = partial(check_script, script, options.training_script_args, reads_data=False)
+        return restarts(partial(run_one, command), read_output_dir)
+
+
+def send_job(profile: dict, options: argparse.Namespace) -> int:
+    """Send a training job to Amazon SageMaker and wait for it."""
+    from accelerate.commands import launch
+    from accelerate.commands.config.config_args import SageMakerConfig
+
+    # Not read by Accelerate 1.15 itself: it adds num_processes to one of distributed_type NO, and then refuses that.
+    config = SageMakerConfig(**{"use_cpu": False, "debug": False} | profile)
+    options.mixed_precision = options.mixed_precision or config.mixed_precision
+    options.dynamo_backend = options.dynamo_backend or "no"
+    launch.sagemaker_launcher(config, options)
     return 0
+
+
+def start_several(accelerate_options, asked: Launch, script: Path) -> int:
+    # The machine that ends last finds the first one's store closed. Nothing waits for it any more, but torch prints a
+    # page. The variable is read when torch is imported here; the processes of the run keep their warnings.
+    is_quiet = asked.num_machines > 1 and "TORCH_CPP_LOG_LEVEL" not in os.environ
+    if is_quiet:
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+        agent = logging.getLogger("torch.distributed.elastic.agent.server.api")
+        agent.addFilter(lambda record: "exit barrier" not in record.getMessage())
+    devices = find_devices()
+    if is_quiet:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]
+    refuse(examine(asked, find_machine(devices)))
+    set_environment(asked, devices.kind)
+    os.environ["ACCELERATE_MIXED_PRECISION"] = asked.mixed_precision
+    options = validate(accelerate_options())
+    output_dir = check_script(script, options.training_script_args, reads_data=True)
+
+    def run_once() -> tuple[int, bool]:
+        before = read_run(output_dir)
+        code, is_signalled = run_several(accelerate_options(), asked)
+        after = read_run(output_dir)
+        run = {} if after == before else after  # else it tells of an earlier start
+        return code_of_all(run, output_dir, asked, code, is_signalled), is_signalled
+
+    return restarts(run_once, lambda: output_dir)
 
 
 if __name__ == "__main__":

@@ -2,85 +2,56 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import yaml
-from accelerate.commands.config.config_args import load_config_from_file
 
 import launch
 from conftest import REPOSITORY, TEMPLATES
-from kit.errors import UserError
+from kit.errors import MachineError, UserError
+from nodes import free_port
 from worlds import lines
 
-PROFILES = sorted((REPOSITORY / "configs").glob("*.yaml"))
+FAKE = """
+import json, os, sys, time
+from dataclasses import dataclass
+from pathlib import Path
+
+from kit.settings import TrainingSettings
 
 
-def test_there_are_the_profiles_that_the_readme_names():
-    assert [path.stem for path in PROFILES] == ["cpu", "multi_cpu", "multi_gpu", "multi_node", "single_gpu"]
+@dataclass
+class Settings(TrainingSettings):
+    \"\"\"What a training script has.\"\"\"
+    output_dir: str = "nowhere"
 
 
-@pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
-def test_a_profile_is_known_to_accelerate_and_begins_with_its_command(path):
-    config = load_config_from_file(str(path))
-    profile = launch.read_profile(path)
-    assert profile["mixed_precision"] == "no", "quoted: a bare no is false"
-    assert config.num_processes == profile["num_processes"]
-    head = [line for line in path.read_text("utf-8").splitlines() if line.startswith("#")]
-    assert f"accelerate launch --config_file configs/{path.name}" in "\n".join(head)
-    if path.stem in ("cpu", "single_gpu"):
-        assert (profile["distributed_type"], profile["num_processes"]) == ("NO", 1)
+def check(settings):
+    pass
 
 
-@pytest.mark.parametrize(
-    ("name", "devices", "asked", "verdict"),
-    [
-        ("multi_gpu", 0, None, None),  # on the CPU: any number
-        ("multi_gpu", 1, None, "2 processes asked for on this machine, 1 devices found: use NUM_PROCESSES=1"),
-        ("multi_gpu", 2, None, None),
-        ("multi_gpu", 2, 8, "8 processes asked for on this machine, 2 devices found: use NUM_PROCESSES=2"),
-        ("multi_cpu", 1, 4, None),
-        ("multi_node", 1, None, "2 processes asked for on this machine, 1 devices found: use NUM_PROCESSES=2"),
-        ("multi_node", 2, None, None),
-        ("multi_node", 2, 3, "3 processes on 2 machines (multi_node): give a multiple"),
-        ("single_gpu", 2, None, None),
-        ("single_gpu", 2, 2, "starts one process (distributed_type NO), 2 are asked for"),
-        ("cpu", 0, 2, "use PROFILE=multi_cpu"),
-    ],
-)
-def test_profile_and_machine_are_compared(name, devices, asked, verdict):
-    profile = launch.read_profile(REPOSITORY / "configs" / f"{name}.yaml")
-    call = (profile, asked or profile["num_processes"], profile["num_machines"], name, devices)
-    if verdict is None:
-        launch.check_devices(*call)
+load_data = check
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[sys.argv.index("--output_dir") + 1])
+    causes = json.loads((folder / "causes").read_text())
+    counts = [int(os.environ.get(name, "0")) for name in ("TEMPLATES_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")]
+    cause = causes[min(sum(counts), len(causes) - 1)]
+    if os.environ.get("RANK", "0") == "0":
+        with open(folder / "starts", "a") as file:
+            file.write(f"{sum(counts)}{os.environ.get('WORLD_SIZE', '')} ")
+        if cause == "killed":
+            os.kill(os.getpid(), 9)
+        (folder / "run.json").write_text(json.dumps({"status": "stopped" if cause else "done", "cause": cause}))
     else:
-        with pytest.raises(UserError, match=re.escape(verdict)):
-            launch.check_devices(*call)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("foo: 1\ndistributed_type: 'NO'\n", "has keys that Accelerate does not know: foo"),
-        ("mixed_precision: no\ndistributed_type: 'NO'\n", "quote it: 'no'"),
-        ("num_processes: 1\n", "has no distributed_type"),
-        ("- a\n", "has no distributed_type"),
-        ("a: [\n", "is not YAML"),
-    ],
-)
-def test_a_wrong_profile_is_one_line(text, words, tmp_path):
-    (tmp_path / "own.yaml").write_text(text)
-    with pytest.raises(UserError, match=words):
-        launch.read_profile(tmp_path / "own.yaml")
-
-
-def test_an_unknown_profile_lists_those_there_are():
-    with pytest.raises(UserError, match="cpu, multi_cpu, multi_gpu, multi_node, single_gpu"):
-        launch.read_profile(REPOSITORY / "configs" / "eight_gpus.yaml")
+        time.sleep(1)  # process 0 ends first
+    sys.exit(75 if cause else 0)
+"""
 
 
 @pytest.mark.parametrize(
@@ -91,9 +62,9 @@ def test_an_unknown_profile_lists_those_there_are():
         (["--config_file=multi_cpu.yaml", "--num_processes", "two", "blank.py"], "invalid int value: 'two'"),
         (
             ["--config_file=multi_cpu.yaml", "--num_processes", "0", "blank.py"],
-            "0 processes on .*give 1 at least",
+            "0 processes on 1 machine .* must be 1 or more",
         ),
-        (["--config_file=multi_cpu.yaml", "nothing.py"], "there is no script nothing.py"),
+        (["--config_file=multi_cpu.yaml", "nothing.py"], "no such script: nothing.py"),
         (["--config_file=multi_cpu.yaml"], "required: training_script"),
     ],
 )
@@ -103,6 +74,147 @@ def test_a_wrong_command_is_one_line(arguments, words, monkeypatch):
     with pytest.raises(UserError, match=words) as mistake:
         launch.main(arguments)
     assert len(str(mistake.value).splitlines()) == 1
+
+
+# -- one process: quick, and never alone ---------------------------------------------------------------------------
+
+
+def start_fake(folder, causes: list, profile="configs/cpu.yaml", *options: str, before: str = "") -> subprocess.Popen:
+    """Start FAKE through launch.py; `causes` is why each start stops, None when it is done."""
+    folder.mkdir(exist_ok=True)
+    (folder / "fake.py").write_text(before + FAKE)
+    (folder / "causes").write_text(json.dumps(causes))
+    command = [sys.executable, str(TEMPLATES / "launch.py"), "--config_file", str(profile), *options]
+    return subprocess.Popen(
+        [*command, str(folder / "fake.py"), "--output_dir", str(folder)],
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": str(TEMPLATES)},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+@pytest.mark.parametrize("profile", ["cpu", "single_gpu"])
+def test_one_process_is_started_as_accelerate_starts_it_without_importing_torch(profile, monkeypatch, tmp_path):
+    from accelerate.commands import launch as accelerate_launch
+
+    script = tmp_path / "environment.py"
+    script.write_text("import json, os; print(json.dumps(dict(os.environ)))")
+    arguments = ["--config_file", f"configs/{profile}.yaml", str(script)]
+    monkeypatch.chdir(REPOSITORY)
+    options, _, _ = accelerate_launch._validate_launch_command(launch.read_all(arguments))
+    command, theirs = accelerate_launch.prepare_simple_launcher_cmd_env(options)
+    spy = "import sys, launch; code = launch.main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(code)"
+    answer = subprocess.run(
+        [sys.executable, "-c", spy, *arguments], env=os.environ | {"PYTHONPATH": str(TEMPLATES)}, capture_output=True
+    )
+    assert answer.returncode == 0, answer.stderr
+    ours = json.loads(answer.stdout)
+    assert command == [sys.executable, str(script)]
+    added = {name: value for name, value in theirs.items() if os.environ.get(name) != value}
+    assert len(added) > 5
+    assert {name: ours[name] for name in theirs if name != "PYTHONPATH"} == theirs
+    assert {*ours} - {*theirs} == {"PYTHONPATH", "TEMPLATES_PROFILE"}
+    assert ours["TEMPLATES_PROFILE"] == f"configs/{profile}.yaml"
+
+
+def test_a_run_whose_memory_ran_out_is_started_again_five_times_at_most(tmp_path):
+    for name, causes, code, starts in (
+        ("twice", ["out of memory at step 3", "out of memory", None], 0, ["0", "1", "2"]),
+        ("always", ["out of memory"], 75, ["0", "1", "2", "3", "4", "5"]),
+        ("signal", ["signal SIGTERM", None], 75, ["0"]),
+    ):
+        process = start_fake(tmp_path / name, causes)
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == code, output
+        assert (tmp_path / name / "starts").read_text().split() == starts
+        assert output.count("memory     ran out: the same command again") == len(starts) - 1
+
+
+def test_several_processes_whose_memory_ran_out_are_started_again(tmp_path):
+    """From a profile as `accelerate config` writes it for CPUs, of which Accelerate's launcher starts one process."""
+    written = "distributed_type: MULTI_CPU\nnum_processes: '2'\nmixed_precision: no\nmain_process_port: 0\n"
+    (tmp_path / "own.yaml").write_text(written)
+    process = start_fake(tmp_path, ["out of memory at step 3", None], tmp_path / "own.yaml")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert (tmp_path / "starts").read_text().split() == ["02", "12"]
+
+
+def test_what_an_earlier_start_left_behind_says_nothing_about_this_one(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({"status": "stopped", "cause": "out of memory"}))
+    fails = "if __name__ == '__main__':\n    raise ValueError\n"
+    process = start_fake(tmp_path, [None], "configs/multi_cpu.yaml", before=fails)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, output
+    assert "the same command again" not in output
+
+
+def test_one_process_of_a_profile_for_several_devices_is_started_simply(tmp_path):
+    written = "distributed_type: MULTI_GPU\nnum_processes: 1\nnum_machines: 1\ngpu_ids: 0\nmixed_precision: no\n"
+    (tmp_path / "own.yaml").write_text(written)
+    process = start_fake(tmp_path, [None], tmp_path / "own.yaml")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert (tmp_path / "starts").read_text().split() == ["0"]
+
+
+def test_a_process_that_is_lost_is_started_again_where_restarts_are_given(tmp_path):
+    process = start_fake(tmp_path, ["killed", None], "configs/multi_cpu.yaml", "--max_restarts", "2")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert (tmp_path / "starts").read_text().split() == ["02", "12"]
+
+
+def test_several_machines_whose_memory_ran_out_meet_again(tmp_path):
+    options = ["--num_processes", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
+    causes = ["out of memory", "out of memory", None]
+    nodes = [
+        start_fake(tmp_path, causes, "configs/multi_node.yaml", *options, "--machine_rank", str(rank))
+        for rank in (0, 1)
+    ]
+    try:
+        outputs = [node.communicate(timeout=60)[0] for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [node.returncode for node in nodes] == [0, 0], "\n".join(outputs)
+    assert (tmp_path / "starts").read_text().split() == ["02", "12", "22"]
+
+
+SLEEPER = """
+import os, signal, sys, time
+if __name__ == "__main__":
+    from kit.stopping import catch_signals
+    catch_signals()
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl: Linux only")
+def test_a_killed_launcher_leaves_no_orphan(tmp_path):
+    process = start_fake(tmp_path, [], before=SLEEPER)
+    child = int(process.stdout.readline())
+    process.kill()
+    process.wait(10)
+    deadline = time.monotonic() + 10
+    status = Path(f"/proc/{child}/stat")
+    while status.exists() and status.read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline, "the script goes on alone"
+        time.sleep(0.05)
+
+
+def test_the_exit_code_is_that_of_the_script(tmp_path):
+    for before, code in (
+        ("raise SystemExit(2)", 2),
+        ("raise ValueError", 1),
+        ("import os; os.kill(os.getpid(), 9)", 137),
+    ):
+        process = start_fake(tmp_path, [None], before=f"if __name__ == '__main__':\n    {before}\n")
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == code, output
 
 
 # -- as a user starts it -------------------------------------------------------------------------------------------
@@ -229,9 +341,24 @@ def test_when_a_launcher_of_one_process_is_killed_the_script_saves_and_ends(tiny
 
 def test_a_machine_that_nobody_answers_gives_up_with_a_hint(tiny_settings, tmp_path):
     settings = tiny_settings | {"output_dir": tmp_path / "run"}
-    options = ["--machine_rank", "1", "--main_process_port", "9", "--num_processes", "2", "--rdzv_conf", "timeout=5"]
+    options = ["--machine_rank", "1", "--main_process_ip", "127.0.0.1", "--main_process_port", "9"]
+    options += ["--num_processes", "2", "--rdzv_conf", "timeout=5"]
     process = start("multi_node", settings, *options)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 1, output
     assert "machine 1 of 2, 2 processes, meeting at 127.0.0.1:9" in output
     assert "Is machine 0 started" in output.splitlines()[-1]
+
+
+def test_a_machine_that_is_lost_is_named_from_the_cause_of_the_run(tmp_path):
+    asked = launch.Launch(name="own.yaml", num_processes=2, num_machines=2, machine_rank=0)
+    for cause, words in (
+        ("RuntimeError: Read error [10.0.0.2]:4711: Connection reset by peer", "10.0.0.2 (Connection reset by peer)"),
+        ("process 1: RuntimeError: Connection closed by peer [fd00::2]:4711", "fd00::2 (Connection closed by peer)"),
+        ("RuntimeError: Timed out waiting 10000ms for recv operation", "machine 1 (Timed out waiting)"),
+    ):
+        with pytest.raises(MachineError) as lost:
+            launch.code_of_all({"status": "failed", "cause": cause}, "run", asked, 1, is_signalled=False)
+        assert str(lost.value).startswith(f"lost the connection to {words}:")
+    assert launch.code_of_all({"status": "failed", "cause": "ValueError: shapes"}, "run", asked, 1, False) == 1
+    assert launch.code_of_all({"status": "stopped", "cause": "signal SIGTERM"}, str(tmp_path), asked, 1, True) == 75

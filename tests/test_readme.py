@@ -169,7 +169,7 @@ def test_make_ddp_from_scratch_on_two_processes():
 
 def test_an_unknown_profile_is_one_line_with_those_there_are():
     answer = shell(f"make bert-mrpc PROFILE=eight {VENV}")
-    assert "profiles in configs/: cpu, multi_cpu, multi_gpu, multi_node, single_gpu" in answer.stderr
+    assert "profiles in configs/: cpu, mps, multi_cpu, multi_gpu, multi_node, sagemaker, " in answer.stderr
     assert "Traceback" not in answer.stderr
 
 

@@ -9,6 +9,7 @@ import sys
 import typing
 from pathlib import Path
 
+from kit.doctor import check_environment
 from kit.errors import UserError, exit_codes, one_line, prepare_screen
 from kit.settings import TrainingSettings
 from kit.stopping import catch_signals
@@ -36,6 +37,7 @@ def start(settings_class, check, description: str):
     catch_signals()
     prepare_screen()
     with exit_codes(is_start=True):
+        check_environment()
         settings = parse_settings(settings_class, description)
         check(settings)
         return settings

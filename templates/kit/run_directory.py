@@ -13,6 +13,10 @@ LEFT_BEHIND = (  # run.json goes last when a run is deleted: without it nobody c
 )
 
 
+# Set by torchrun, Slurm, and launch.py when the memory ran out.
+RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "TEMPLATES_RESTART_COUNT")
+
+
 def has_progress(output_dir: Path) -> bool:
     """Return whether a folder holds a run that has something to lose."""
     return (output_dir / "metrics.jsonl").exists() or any((output_dir / "checkpoints").glob("step_*"))
@@ -41,7 +45,7 @@ def read_run(output_dir: Path) -> dict | None:
 
 def overwrites(settings: TrainingSettings) -> bool:
     """Return whether the run in output_dir is to be deleted: not when a scheduler or launcher starts it again."""
-    restarts = (os.environ.get(name, "") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    restarts = (os.environ.get(name, "") for name in RESTART_COUNTS)
     return settings.overwrite_output_dir and all(count in ("", "0") for count in restarts)
 
 

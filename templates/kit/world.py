@@ -3,14 +3,21 @@
 import hashlib
 import os
 import platform
-import shutil
-import sys
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 
+from kit.doctor import (
+    Launch,
+    asks_for_cpu,
+    compiler_findings,
+    find_devices,
+    find_machine,
+    precision_findings,
+    refuse,
+    visible_cores,
+)
 from kit.errors import MachineError, UserError
 from kit.settings import TrainingSettings
 from kit.stopping import is_launcher, parent_command
@@ -19,11 +26,6 @@ from kit.stopping import is_launcher, parent_command
 def requested_precision(mixed_precision: str | None) -> str:
     """Return the precision in force: the setting, else the launcher's profile, else 'no'."""
     return mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-
-
-def asks_for_cpu() -> bool:
-    """Return whether the profile or the environment asks for the CPU."""
-    return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
 
 
 def is_on_cpu() -> bool:
@@ -38,28 +40,19 @@ def pins_memory() -> bool:
     return device is not None and device.type != "mps"
 
 
-def check_precision(mixed_precision: str | None) -> None:
-    """Refuse fp16 where nothing computes it: on the CPU Accelerate would quietly train in fp32."""
-    if requested_precision(mixed_precision) == "fp16" and is_on_cpu():
-        build = "" if torch.version.cuda or torch.version.hip else " (this PyTorch is a CPU build)"
-        raise UserError(
-            f"mixed_precision fp16 needs a GPU and none is visible to PyTorch{build}: use bf16 or no, in the profile,"
-            " with --mixed_precision, or make ... PRECISION=no"
-        )
-
-
 def check_machine(settings: TrainingSettings) -> None:
     """Refuse a precision or a compiler that this machine does not have."""
-    check_precision(settings.mixed_precision)
     backend = settings.torch_compile_backend
     if settings.torch_compile and backend not in (known := torch.compiler.list_backends(exclude_tags=())):
         raise UserError(f"torch_compile_backend: no such backend: {backend}. There are {', '.join(known)}")
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    if settings.torch_compile and backend == "inductor" and not shutil.which(compiler.split()[0]):
-        raise UserError(
-            f"torch_compile: the inductor backend needs a C++ compiler and {compiler} was not found: install one, or"
-            " give --torch_compile false"
-        )
+    asked = Launch(
+        name="torch_compile",
+        mixed_precision=requested_precision(settings.mixed_precision),
+        on_cpu=asks_for_cpu(),
+        dynamo_backend=backend.upper() if settings.torch_compile else "NO",
+    )
+    machine = find_machine(find_devices())
+    refuse([*precision_findings(asked, machine), *compiler_findings(asked, machine)])
 
 
 def build_accelerator(settings: TrainingSettings):
@@ -113,15 +106,6 @@ def profile_in_force() -> str | None:
     words = [word.decode("utf-8", "replace") for word in words]
     given = [value for option, value in zip(words, words[1:], strict=False) if option == "--config_file"]
     return (given or [word.split("=", 1)[1] for word in words if word.startswith("--config_file=")] or [None])[0]
-
-
-def visible_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Return the cores that this process may use: its affinity, and in a container what its cgroup (v2) grants."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with suppress(OSError, ValueError):  # "400000 100000": microseconds in each period; "max 100000": no limit
-        granted, period = map(int, quota.read_text("utf-8").split())
-        cores = min(cores, max(1, -(-granted // period)))
-    return cores
 
 
 def spare_cores() -> int:
