@@ -1,19 +1,23 @@
 """Make the report of a run, or a page that compares several, from what they left behind.
 
-    python report.py outputs/a                            outputs/a/report.html
-    python report.py outputs/a outputs/b outputs/c        outputs/comparison.html
-    python report.py outputs/a --follow                   print its lines and renew its report until it ends
+python report.py outputs/a                            outputs/a/report.html
+python report.py outputs/a outputs/b outputs/c        outputs/comparison.html
+python report.py outputs/a --follow                   print its lines and renew its report until it ends
 """
 
 import argparse
 import sys
 import time
+from itertools import zip_longest
 from pathlib import Path
 
 from kit.errors import UserError, exit_codes
-from kit.report import read_metrics, read_run_files, write_comparison, write_report
+from kit.report import write_report
+from kit.report_comparison import write_comparison
+from kit.report_reading import read_metrics, read_run_files
 
 INTERVAL = 1.0  # seconds between two looks at a run that is followed
+RENEWAL = 10.0  # seconds between two reports of it: each takes part of a second of a core
 QUIET = 30.0  # seconds without a new line after which the question is whether the run is still alive
 
 
@@ -44,27 +48,33 @@ def main(args: list[str]) -> None:
 
 def follow(run: Path) -> None:
     """Print the lines of a run's metrics as they come and renew its report, until the run ends."""
-    printed, last_change = [], time.monotonic()
+    metrics = run / "metrics.jsonl"
+    printed, size, changed, renewed = [], None, time.monotonic(), None
     while True:
-        status = read_run_files(run).status  # before the lines: what was written until the end is printed too
-        rows = read_metrics(run / "metrics.jsonl")
-        if rows[: len(printed)] != printed:  # resumed: steps that were not saved are done again
-            kept = next(i for i, row in enumerate([*printed, None]) if i >= len(rows) or row != rows[i])
-            print(f"resumed    from step {rows[kept - 1]['step'] if kept else 0}", flush=True)
-            printed = rows[:kept]
-        for row in rows[len(printed) :]:
-            print("  ".join(f"{name} {_short(value)}" for name, value in row.items()), flush=True)
-        if len(rows) > len(printed) or status != "running":
-            report = write_report(run)
-            last_change = time.monotonic()
-        printed = rows
+        status = read_run_files(
+            run, with_metrics=False
+        ).status  # before the lines: what was written until the end is printed too
+        now = time.monotonic()
+        if metrics.exists() and metrics.stat().st_size != size:
+            size, changed = metrics.stat().st_size, now
+            rows = read_metrics(metrics)
+            is_new = [old != new for old, new in zip_longest(printed, rows)]
+            kept = is_new.index(True) if True in is_new else len(rows)
+            if kept < len(printed):  # resumed: steps that were not saved are done again
+                print(f"resumed    after step {rows[kept - 1]['step'] if kept else 0}", flush=True)
+            for row in rows[kept:]:
+                print("  ".join(f"{name} {_short(value)}" for name, value in row.items()), flush=True)
+            printed = rows
         if status != "running":
-            print(f"{status:<10} {report}")
+            print(f"{status:<10} {write_report(run)}")
             return
-        if time.monotonic() - last_change > QUIET:
-            last_change = time.monotonic()
+        if renewed is None or (renewed < changed and now - renewed > RENEWAL):
+            renewed = now
+            write_report(run)
+        if now - changed > QUIET:
+            changed = now
             if not _is_alive(run):
-                print(f"ended      {run} says that it is running, but no process holds its lock: it was killed")
+                print(f"killed     {run} says that it is running, but no process holds its lock")
                 return
         time.sleep(INTERVAL)
 

@@ -1,69 +1,30 @@
 """The report of a run, report.html: one file that opens without a network, made from the files of the run directory."""
 
 import base64
-import csv
 import io
-import json
 import os
 import shlex
-import statistics
-from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
 import numpy as np
-import yaml
 
-from kit.errors import MachineError, UserError, one_line
+from kit.errors import MachineError, one_line
+from kit.report_figures import (
+    MOST_CLASSES,
+    SERIES,
+    Curve,
+    Marks,
+    draw_calibration,
+    draw_confusion,
+    draw_curves,
+)
+from kit.report_reading import Predictions, RunFiles, read_predictions, read_run_files
 
 PAGE = Path(__file__).with_name("report_page.html")
 MOST_EXAMPLES = 12
 LONGEST_TEXT = 600  # characters of an example
 IMAGES = (".jpg", ".jpeg", ".jfif", ".png", ".gif", ".bmp", ".webp", ".tif", ".tiff", ".avif")
-
-
-@dataclass
-class RunFiles:
-    """What the files of a run directory say; whatever is missing or cut off is empty, and `faults` says so."""
-
-    path: Path
-    facts: dict = field(default_factory=dict)
-    settings: dict = field(default_factory=dict)
-    training: list[dict] = field(default_factory=list)
-    evaluations: list[dict] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        return self.path.resolve().name
-
-    @property
-    def status(self) -> str:
-        status = self.facts.get("status")
-        return status if status in ("done", "stopped", "failed", "running") else "unknown"
-
-    @property
-    def last_step(self) -> int:
-        return max((row["step"] for row in [*self.training, *self.evaluations]), default=0)
-
-    @property
-    def results(self) -> dict:
-        return self.dict_of("results")
-
-    @property
-    def best_step(self) -> int | None:
-        return self.facts.get("best_step", self.results.get("best_step"))
-
-    @property
-    def best_evaluation(self) -> dict | None:
-        """The evaluation of the best step, the last one where none is known to be the best."""
-        best = [row for row in self.evaluations if row["step"] == self.best_step]
-        return (best or self.evaluations or [None])[-1]
-
-    def dict_of(self, name: str) -> dict:
-        """Return a part of run.json that is a dict; empty where it is missing."""
-        part = self.facts.get(name)
-        return part if isinstance(part, dict) else {}
 
 
 def write_report(output_dir: Path) -> Path:
@@ -73,108 +34,8 @@ def write_report(output_dir: Path) -> Path:
     """
     run = read_run_files(output_dir)
     path = Path(output_dir) / "report.html"
-    _write(path, _render(title=_title_of(run), run=_page_of(run), is_running=run.status == "running"))
+    write(path, render(title=_title_of(run), run=_page_of(run), is_running=run.status == "running"))
     return path
-
-
-def write_comparison(output_dirs: list[Path], path: Path) -> None:
-    """Write a page that shows several runs side by side; those that differ in the seed only are one group."""
-    runs = [read_run_files(output_dir) for output_dir in output_dirs]
-    _write(path, _render(title=f"{len(runs)} runs", comparison=_comparison_of(runs)))
-
-
-# ------------------------------------------------------------------------------------------------------- reading
-
-
-def read_run_files(output_dir: Path) -> RunFiles:
-    """Return what the files of a run directory say. Raises `UserError` if there is no run."""
-    path = Path(output_dir)
-    if not path.is_dir():
-        raise UserError(f"no such run directory: {path}")
-    if not any((path / name).exists() for name in ("run.json", "metrics.jsonl")):
-        raise UserError(f"{path} contains no run: neither run.json nor metrics.jsonl is there")
-    run = RunFiles(path)
-    run.facts = _read_dict(run, "run.json", json.loads)
-    run.settings = _read_dict(run, "settings.yaml", yaml.safe_load)
-    for row in read_metrics(path / "metrics.jsonl"):
-        if "loss" in row:
-            run.training.append(row)
-        elif "eval_loss" in row:
-            run.evaluations.append(row)
-    return run
-
-
-def _read_dict(run: RunFiles, name: str, parse) -> dict:
-    try:
-        content = parse((run.path / name).read_text("utf-8"))
-    except FileNotFoundError:
-        run.faults.append(f"{name} is missing.")
-        return {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        run.faults.append(f"{name} cannot be read: {one_line(error)}")
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def read_metrics(path: Path) -> list[dict]:
-    """Return the lines of metrics.jsonl; one that is cut off is left out."""
-    rows = []
-    for line in path.read_text("utf-8", errors="replace").splitlines() if path.exists() else []:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
-    return rows
-
-
-@dataclass
-class Predictions:
-    """A predictions_*.csv: n samples whose labels are known, k classes."""
-
-    label_names: list[str]
-    labels: np.ndarray  # [n] class ids
-    predictions: np.ndarray  # [n] class ids
-    probabilities: np.ndarray  # [n, k]
-    inputs: dict[str, list[str]]  # the columns before the label, each [n]
-
-
-def read_predictions(path: Path) -> Predictions | None:
-    """Return the predictions of a split, None where no label is known. Raises `ValueError` for any other file."""
-    import pyarrow.compute
-    import pyarrow.csv
-
-    with open(path, encoding="utf-8", newline="") as file:
-        header = next(csv.reader(file), [])
-    # From the end: an input column may be called label too.
-    first = len(header)
-    while first and header[first - 1].startswith("p_"):
-        first -= 1
-    if first < 2 or header[first - 2 : first] != ["label", "prediction"] or first == len(header):
-        raise ValueError("its columns do not end with label, prediction and a p_ column for each label")
-    names = [str(i) for i in range(len(header))]  # the header's own may be there twice
-    table = pyarrow.csv.read_csv(
-        path,
-        pyarrow.csv.ReadOptions(column_names=names, skip_rows_after_names=1),
-        pyarrow.csv.ParseOptions(newlines_in_values=True),
-        pyarrow.csv.ConvertOptions(
-            column_types={name: "string" if i < first else "float64" for i, name in enumerate(names)}
-        ),
-    )
-    labels = table[first - 2]
-    table = table.filter(pyarrow.compute.not_equal(labels, ""))
-    if not len(table):
-        return None
-    label_names = [name.removeprefix("p_") for name in header[first:]]
-    ids = {name: i for i, name in enumerate(label_names)}
-    try:
-        labels, predictions = ([ids[name] for name in table[i].to_pylist()] for i in (first - 2, first - 1))
-    except KeyError as error:
-        raise ValueError(f"label {error} has no column of probabilities") from None
-    probabilities = np.stack([column.to_numpy() for column in table.columns[first:]], axis=1)
-    inputs = {header[i]: table[i].to_pylist() for i in range(first - 2)}
-    return Predictions(label_names, np.array(labels), np.array(predictions), probabilities, inputs)
 
 
 # ------------------------------------------------------------------------------------------------------- one run
@@ -200,11 +61,11 @@ def _page_of(run: RunFiles) -> dict:
         "faults": run.faults,
         "splits": splits,
         "f1_of": splits and (f"of {splits[0]['labels'][1]}" if len(splits[0]["labels"]) == 2 else "mean over labels"),
-        "results": [(name, _number(value)) for name, value in run.results.items()],
+        "results": [(name, number(value)) for name, value in run.results.items()],
         "last_evaluation": evaluation
         and {
             "title": f"Validation at step {evaluation['step']}" + (" (best)" * (evaluation["step"] == run.best_step)),
-            "rows": [(name, _number(value)) for name, value in evaluation.items() if name.startswith("eval_")],
+            "rows": [(name, number(value)) for name, value in evaluation.items() if name.startswith("eval_")],
         },
         "charts": _charts_of(run),
         "marks": _describe_marks(run),
@@ -217,29 +78,32 @@ def _page_of(run: RunFiles) -> dict:
         "more": [
             (title, rows)
             for title, name in (("World", "world"), ("Profile", "profile"), ("Versions", "versions"), ("Data", "data"))
-            if (rows := _flat(run.dict_of(name)))
+            if (rows := flat(run.dict_of(name)))
         ],
     }
 
 
 def _progress_of(run: RunFiles) -> str:
     total = run.dict_of("batch").get("total_steps")
-    share = f" of {total} ({100 * run.last_step / total:.0f} %)" if total else ""
+    of_total = f" of {total} ({100 * run.last_step / total:.0f} %)" if total else ""
     starts = run.facts.get("starts", 1)
-    took = f", {_duration(run.facts['seconds'])}" if run.facts.get("seconds") else ""
-    return f"step {run.last_step}{share}{took}{f', {starts} starts' if starts != 1 else ''}"
+    took = f", {duration(run.facts['seconds'])}" if run.facts.get("seconds") else ""
+    return f"step {run.last_step}{of_total}{took}{f', {starts} starts' if starts != 1 else ''}"
 
 
 def _about(run: RunFiles) -> list[tuple[str, str]]:
     world, data, batch = (run.dict_of(name) for name in ("world", "data", "batch"))
-    rows = data.get("rows") if isinstance(data.get("rows"), dict) else {}
+    rows, sha256 = (part if isinstance(part := data.get(name), dict) else {} for name in ("rows", "sha256"))
     memory = run.facts.get("peak_memory_gb")
     command = run.facts.get("command")
     found = {
         "command": shlex.join(map(str, command)) if isinstance(command, list) else command,
         "started": run.facts.get("started"),
         "world": world.get("summary"),
-        "data": ", ".join(f"{count} {split}" for split, count in rows.items()),
+        "data": ", ".join(
+            f"{count} {split}" + (f" (sha256 {str(sha256[split])[:12]}…)" if split in sha256 else "")
+            for split, count in rows.items()
+        ),
         "batch": batch.get("arithmetic"),
         "peak memory": f"{memory:.2f} GB" if isinstance(memory, int | float) else None,
         "git commit": run.facts.get("git_commit"),
@@ -255,12 +119,10 @@ def _settings_of(run: RunFiles, defaults: dict) -> tuple[list[dict], list[tuple[
     changed, unchanged = [], []
     for name, value in run.settings.items():
         if name in defaults and defaults[name] == value:
-            unchanged.append((name, _number(value)))
+            unchanged.append((name, number(value)))
             continue
         origin = "command line" if name in options else "recipe" if name in defaults and "config" in options else ""
-        changed.append(
-            {"name": name, "value": _number(value), "default": _number(defaults.get(name)), "origin": origin}
-        )
+        changed.append({"name": name, "value": number(value), "default": number(defaults.get(name)), "origin": origin})
     return changed, unchanged
 
 
@@ -274,7 +136,7 @@ def _names(rows: list[dict], prefix: str) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row if name.startswith(prefix)))
 
 
-def _metric_names(evaluations: list[dict]) -> list[str]:
+def metric_names(evaluations: list[dict]) -> list[str]:
     return [name for name in _names(evaluations, "eval_") if name not in ("eval_loss", "eval_samples")]
 
 
@@ -284,12 +146,9 @@ def _steps_in(run: RunFiles, name: str) -> list[int]:
 
 
 def _charts_of(run: RunFiles) -> list[dict]:
-    from kit.report_figures import Marks
-
     training, evaluations = run.training, run.evaluations
-    metrics = _metric_names(evaluations)
-    shares = [name for name in metrics if 0 <= np.nanmin(_column(evaluations, name), initial=0)]
-    shares = [name for name in shares if np.nanmax(_column(evaluations, name), initial=0) <= 1]
+    metrics = metric_names(evaluations)
+    shares = [name for name in metrics if np.nanmax(np.abs(_column(evaluations, name) - 0.5), initial=0) <= 0.5]
     plan = [
         ("Loss", [("training", training, "loss"), ("validation", evaluations, "eval_loss")]),
         ("Metrics on validation", [(name.removeprefix("eval_"), evaluations, name) for name in shares]),
@@ -304,14 +163,12 @@ def _charts_of(run: RunFiles) -> list[dict]:
     for title, curves in plan:
         curves = [(name, _column(rows, "step"), _column(rows, key)) for name, rows, key in curves if _names(rows, key)]
         if any(np.isfinite(values).any() for _, _, values in curves):
-            found.append(_chart(title, curves, marks))
+            found.append(chart(title, curves, marks))
     return found
 
 
-def _chart(title: str, curves: list[tuple], marks) -> dict:
+def chart(title: str, curves: list[tuple], marks) -> dict:
     """Return a chart of (name, steps, values, ...) in the colours of their order."""
-    from kit.report_figures import SERIES, Curve, draw_curves
-
     curves = [Curve(*curve, color=SERIES[i % len(SERIES)]) for i, curve in enumerate(curves)]
     names = ", ".join(curve.name for curve in curves if curve.name)
     alt = f"{title} over the steps{f': {names}' if names else ''}"
@@ -343,7 +200,7 @@ def _time_of(run: RunFiles) -> list[dict]:
     total = max(sum(parts.values()), run.facts.get("seconds") or 0.0) or 1.0
     parts["everything else"] = total - sum(parts.values())
     return [
-        {"name": name.replace("_", " "), "text": _duration(value), "share": value / total}
+        {"name": name.replace("_", " "), "text": duration(value), "share": value / total}
         for name, value in parts.items()
         if value > 0
     ]
@@ -357,19 +214,22 @@ def _split_of(run: RunFiles, name: str) -> dict | None:
     path = run.path / f"predictions_{name}.csv"
     if not path.exists():
         return None
+    from kit.scores import score_classifier  # takes scikit-learn a second
+
     try:
         found = read_predictions(path)
-        return found and _errors_of(run, name, found)
+        if found is None:
+            return None
+        scores = score_classifier(found.labels, found.probabilities, found.label_names, found.predictions)
     except (OSError, ValueError) as error:  # pyarrow's are ValueErrors
         run.faults.append(f"{path.name} cannot be read: {one_line(error)}")
         return None
+    return _errors_of(run, name, found, scores)
 
 
-def _errors_of(run: RunFiles, name: str, found: Predictions) -> dict:
-    from kit.report_figures import MOST_CLASSES, draw_calibration, draw_confusion
-    from kit.scores import confused_pairs, score_classifier
+def _errors_of(run: RunFiles, name: str, found: Predictions, scores: dict) -> dict:
+    from kit.scores import confused_pairs
 
-    scores = score_classifier(found.labels, found.probabilities, found.label_names, found.predictions)
     confusion = np.array(scores["confusion"])
     errors = confusion.sum(0) + confusion.sum(1) - 2 * confusion.diagonal()
     shown = np.sort(np.argsort(-errors, kind="stable")[:60]) if len(errors) > MOST_CLASSES else np.arange(len(errors))
@@ -400,7 +260,7 @@ def _findings(scores: dict, pairs: list[tuple[int, int, int]], names: list[str])
     if scores["accuracy"]["low"] <= majority["accuracy"]:
         lines.append(
             f"Accuracy is not clearly above what always answering “{majority['label']}” reaches"
-            f" ({_share(majority['accuracy'])})."
+            f" ({share(majority['accuracy'])})."
         )
     classes = [(row["f1"], i) for i, row in enumerate(scores["classes"]) if row["f1"] is not None and row["support"]]
     f1, weakest = min(classes)
@@ -408,7 +268,7 @@ def _findings(scores: dict, pairs: list[tuple[int, int, int]], names: list[str])
         row = scores["classes"][weakest]
         taken = next(((j, count) for i, j, count in pairs if i == weakest), None)
         lines.append(
-            f"The weakest label is “{names[weakest]}”: F1 {_share(f1)}, recall {_share(row['recall'])} of"
+            f"The weakest label is “{names[weakest]}”: F1 {share(f1)}, recall {share(row['recall'])} of"
             f" {row['support']} samples"
             + (f"; most often predicted as “{names[taken[0]]}” ({taken[1]} times)." if taken else ".")
         )
@@ -422,21 +282,21 @@ def _hardest(run: RunFiles, found: Predictions) -> list[dict]:
     """Return the samples whose label got the lowest probability."""
     of_label = found.probabilities[np.arange(len(found.labels)), found.labels]
     hardest = np.argsort(of_label, kind="stable")[:MOST_EXAMPLES]
-    first, *columns = found.inputs or {"": [""] * len(found.labels)}
+    first, *columns = found.inputs
     examples = []
     for i in hardest:
-        inputs = {column: found.inputs[column][i] for column in columns}
-        name = f"{first} {found.inputs[first][i]}" if found.inputs else f"row {i}"
-        image = next((uri for value in [found.inputs.get(first, [""])[i], *inputs.values()] if (uri := _image(run, value))), None)
-        # A path has nothing to say beside its picture.
-        texts = [] if image else [(column, _cut(text)) for column, text in inputs.items()]
+        name = found.inputs[first][i] if first == "name" else f"{first} {found.inputs[first][i]}"
+        texts = [(column, found.inputs[column][i]) for column in columns]
+        files = (_image(run, text) for text in (found.inputs[first][i], *(text for _, text in texts)))
+        image = next((uri for uri in files if uri), None)
         likely = np.argsort(-found.probabilities[i], kind="stable")[:3].tolist()
         shown = list(dict.fromkeys([*likely, found.labels[i], found.predictions[i]]))
         examples.append(
             {
-                "name": _cut(name),
+                "name": cut(name),
                 "image": image,
-                "texts": texts,
+                # A path has nothing to say beside its picture.
+                "texts": [] if image else [(column, cut(text)) for column, text in texts],
                 "probabilities": [
                     {
                         "label": found.label_names[j],
@@ -451,7 +311,7 @@ def _hardest(run: RunFiles, found: Predictions) -> list[dict]:
     return examples
 
 
-def _cut(text: str) -> str:
+def cut(text: str) -> str:
     return text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + " …"
 
 
@@ -479,186 +339,50 @@ def _image(run: RunFiles, name: str) -> str | None:
     return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-# -------------------------------------------------------------------------------------------------- several runs
-
-
-def _numbers_of(run: RunFiles) -> dict:
-    """Return the settings that decide on a run's numbers."""
-    numbers = run.dict_of("numbers") or run.settings
-    precision = run.dict_of("world").get("mixed_precision")
-    return numbers | ({"mixed_precision": precision} if precision else {})
-
-
-def _grouped(runs: list[RunFiles]) -> list[list[RunFiles]]:
-    """Return the runs in groups that differ in the seed only."""
-    groups = {}
-    for run in runs:
-        data = run.dict_of("data")
-        # A split that was carved out by seed is another one for each seed.
-        sha256 = None if data.get("validation_carved") else data.get("sha256")
-        numbers = {name: value for name, value in _numbers_of(run).items() if name not in ("seed", "output_dir")}
-        groups.setdefault(json.dumps([numbers, sha256], sort_keys=True, default=str), []).append(run)
-    return list(groups.values())
-
-
-def _outcome(run: RunFiles) -> dict[str, float]:
-    """Return the numbers that a run is compared by: of its best evaluation and its results."""
-    found = {
-        name: value for name, value in (run.best_evaluation or {}).items() if name.startswith("eval_")
-    } | run.results
-    left_out = ("eval_samples", "test_samples", "skipped_steps")
-    return {name: v for name, v in found.items() if isinstance(v, int | float) and name not in left_out}
-
-
-def _comparison_of(runs: list[RunFiles]) -> dict:
-    from kit.report_figures import SERIES, Marks
-
-    groups = _grouped(runs)
-    differences = _differences(groups)
-    results = list(dict.fromkeys(name for run in runs for name in _outcome(run)))
-    colors = [SERIES[i % len(SERIES)] for i in range(len(groups))]
-    names = [_name_of(group, [(name, values[i]) for name, values in differences]) for i, group in enumerate(groups)]
-    charts = []
-    training = ("loss", "learning_rate", "grad_norm", "samples_per_second", "memory_gb")
-    metrics = list(dict.fromkeys(name for run in runs for name in _metric_names(run.evaluations)))
-    for key in ("eval_loss", *metrics, *training):
-        curves = [
-            (name, *curve) for name, group in zip(names, groups, strict=True) if (curve := _group_curve(group, key))
-        ]
-        if curves:
-            charts.append(_chart(key, curves, Marks()) | {"legend": True})
-    return {
-        "results": results,
-        "groups": [
-            {
-                "name": name,
-                "color": color,
-                "runs": group,
-                "results": [_mean([_outcome(run)[key] for run in group if key in _outcome(run)]) for key in results],
-            }
-            for name, color, group in zip(names, colors, groups, strict=True)
-        ],
-        "differences": differences,
-        "charts": charts,
-        "runs": [
-            {
-                "name": str(run.path),
-                "color": color,
-                "status": run.status,
-                "seed": _numbers_of(run).get("seed", "–"),
-                "time": _duration(run.facts["seconds"]) if run.facts.get("seconds") else "–",
-                "results": [_number(_outcome(run).get(key)) for key in results],
-            }
-            for color, group in zip(colors, groups, strict=True)
-            for run in group
-        ],
-    }
-
-
-def _name_of(group: list[RunFiles], differences: list[tuple[str, str]]) -> str:
-    numbers = _numbers_of(group[0])
-    settings = [f"{name} {value}" for name, value in differences if name in numbers]
-    if 1 <= len(settings) <= 2:
-        return _cut(", ".join(settings))
-    return group[0].name + (f" and {len(group) - 1} more" if len(group) > 1 else "")
-
-
-def _differences(groups: list[list[RunFiles]]) -> list[tuple[str, list[str]]]:
-    """Return what is not the same in all groups, with its value in each: settings first, then where they ran."""
-
-    def described(run: RunFiles) -> dict[str, str]:
-        world, data = run.dict_of("world"), run.dict_of("data")
-        numbers = {name: value for name, value in _numbers_of(run).items() if name not in ("seed", "output_dir")}
-        sha256 = {} if data.get("validation_carved") else _flat({"sha256 of": data.get("sha256") or {}})
-        more = {name: world.get(name) for name in ("num_processes", "num_nodes", "device")}
-        versions = {f"version of {name}": version for name, version in run.dict_of("versions").items()}
-        found = {**numbers, **more, **dict(sha256), "git commit": run.facts.get("git_commit"), **versions}
-        return {name: _number(value) for name, value in found.items()}
-
-    of_groups = [[described(run) for run in group] for group in groups]
-    names = dict.fromkeys(name for group in of_groups for run in group for name in run)
-    table = [
-        (name, [", ".join(sorted({run.get(name, "–") for run in group})) for group in of_groups]) for name in names
-    ]
-    return [(name, values) for name, values in table if len(set(values)) > 1]
-
-
-def _group_curve(group: list[RunFiles], key: str) -> tuple | None:
-    """Return steps, mean, lowest and highest over the runs of a group; steps and values of a single run."""
-    values = {}
-    for run in group:
-        for row in run.evaluations if key.startswith("eval_") else run.training:
-            if isinstance(row.get(key), int | float):
-                values.setdefault(row["step"], []).append(row[key])
-    if not values:
-        return None
-    steps = sorted(values)
-    mean = np.array([np.mean(values[step]) for step in steps])
-    if len(group) == 1:
-        return np.array(steps), mean
-    return np.array(steps), mean, *(np.array([edge(values[step]) for step in steps]) for edge in (min, max))
-
-
-def _mean(values: list[float]) -> str:
-    if len(values) < 2:
-        return _number(values[0]) if values else "–"
-    return f"{_number(statistics.mean(values))} ± {statistics.stdev(values):.2g}"
-
-
 # ------------------------------------------------------------------------------------------------- text and file
 
 
-def _share(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.1f} %"
+def share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
 
 
-def _number(value) -> str:
+def number(value) -> str:
     if value is None:
-        return "–"
+        return "-"
     if isinstance(value, float):
         return f"{value:.0f}" if 10_000 <= abs(value) < 1e15 else f"{value:.4g}"
     return str(value)
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.3g} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def _flat(values: dict, prefix: str = "") -> list[tuple[str, str]]:
+def flat(values: dict, prefix: str = "") -> list[tuple[str, str]]:
     """Return a nested dict as rows: 'sha256 train' and its value."""
     rows = []
     for name, value in values.items():
         name = f"{prefix}{name}"
-        rows += _flat(value, f"{name} ") if isinstance(value, dict) else [(name, _number(value))]
+        rows += flat(value, f"{name} ") if isinstance(value, dict) else [(name, number(value))]
     return rows
 
 
-def _render(title: str, run: dict | None = None, comparison: dict | None = None, is_running: bool = False) -> str:
+def render(title: str, run: dict | None = None, comparison: dict | None = None, is_running: bool = False) -> str:
+    """Return the page of one run or of a comparison. Everything is escaped but our own pictures."""
     from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
-
-    def with_pictures(value):
-        """Return the same with our own SVG marked as safe: everything else is escaped."""
-        if isinstance(value, dict):
-            pictures = ("svg", "confusion", "calibration")
-            return {
-                key: Markup(part) if key in pictures and isinstance(part, str) else with_pictures(part)
-                for key, part in value.items()
-            }
-        return [with_pictures(part) for part in value] if isinstance(value, list) else value
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["share"] = _share
+    environment.filters["share"] = share
     made = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     return environment.from_string(PAGE.read_text("utf-8")).render(
-        title=title, run=with_pictures(run), comparison=with_pictures(comparison), is_running=is_running, made=made
+        title=title, run=run, comparison=comparison, is_running=is_running, made=made
     )
 
 
-def _write(path: Path, page: str) -> None:
+def write(path: Path, page: str) -> None:
     """Replace a file at once: a reader sees the old one or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # the run and a watcher may write at the same time
     try:

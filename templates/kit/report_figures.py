@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import matplotlib
 import numpy as np
+from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
@@ -59,7 +60,7 @@ class Marks:
     best: int | None = None
 
 
-def draw_curves(title: str, curves: list[Curve], marks: Marks) -> str:
+def draw_curves(title: str, curves: list[Curve], marks: Marks) -> Markup:
     """Return a chart of curves over the steps as SVG, on a logarithmic scale where they span more than a factor 100."""
 
     def draw(axes: Axes) -> None:
@@ -108,13 +109,14 @@ def _thinned(curve: Curve) -> Curve:
     return Curve(curve.name, *np.array(kept).T, color=curve.color)
 
 
-def draw_confusion(title: str, label_names: list[str], confusion: np.ndarray) -> str:
+def draw_confusion(title: str, label_names: list[str], confusion: np.ndarray) -> Markup:
     """Return a confusion matrix [k, k] (row: label, column: prediction) as SVG; the colour is the share of the row."""
     k = len(label_names)
     names = [_short(name) for name in label_names]
-    cell = min(0.9, max(0.16, 9 / k))
-    inches = max(3.2, k * cell + 0.08 * max(map(len, names)) + 0.6)
     size = 10 if k <= 20 else 8
+    is_turned = k > 4 or max(map(len, names)) > 10  # names below the matrix, where they would run into each other
+    margin = 0.5 + 0.0085 * size * max(map(len, names))
+    side = k * min(0.9, max(0.16, 9 / k))  # inches
 
     def draw(axes: Axes) -> None:
         share = confusion / np.maximum(confusion.sum(1, keepdims=True), 1)
@@ -126,23 +128,23 @@ def draw_confusion(title: str, label_names: list[str], confusion: np.ndarray) ->
             for row, column in zip(*confusion.nonzero(), strict=True):
                 count = f"{confusion[row, column]:d}"
                 axes.text(column, row, count, ha="center", va="center", fontsize=size if len(count) < 4 else size - 2)
-        turned = {"rotation": 90, "rotation_mode": "anchor", "ha": "right", "va": "center"} if k > 4 else {}
+        turned = {"rotation": 90, "rotation_mode": "anchor", "ha": "right", "va": "center"} if is_turned else {}
         axes.set_xticks(range(k), names, fontsize=size, **turned)
         axes.set_yticks(range(k), names, fontsize=size)
         axes.tick_params(length=0)
         axes.grid(False)
         axes.spines[:].set_visible(False)
-        axes.set_xticks(np.arange(k + 1) - 0.5, minor=True)
-        axes.set_yticks(np.arange(k + 1) - 0.5, minor=True)
-        axes.grid(True, axis="both", which="minor", linewidth=0.5)
-        axes.tick_params(which="minor", length=0)
+        edges = np.arange(k + 1) - 0.5
+        axes.hlines(edges, edges[0], edges[-1], color=COLORS["line"], linewidth=0.5)
+        axes.vlines(edges, edges[0], edges[-1], color=COLORS["line"], linewidth=0.5)
         axes.set_xlabel("predicted")
         axes.set_ylabel("label")
 
-    return _draw(title, (inches, inches), draw)
+    foot = margin if is_turned else 0.6
+    return _draw(title, (side + margin + 0.2, side + foot + 0.1), draw, (margin, foot, 0.2, 0.1))
 
 
-def draw_calibration(title: str, bins: list[dict]) -> str:
+def draw_calibration(title: str, bins: list[dict]) -> Markup:
     """Return the reliability diagram of kit.scores.calibration's bins as SVG."""
 
     def draw(axes: Axes) -> None:
@@ -150,9 +152,9 @@ def draw_calibration(title: str, bins: list[dict]) -> str:
         for part in bins:
             left, accuracy = part["low"], part["accuracy"]
             axes.bar(left, accuracy, width * 0.94, align="edge", color=COLORS[SERIES[0]], alpha=0.6)
-            axes.text(left + width / 2, accuracy + 0.02, part["count"], ha="center", fontsize=9)
+            axes.text(left + width / 2, 0.02, part["count"], ha="center", fontsize=9)
         axes.plot([0, 1], [0, 1], color=COLORS["faint"], linestyle="--", linewidth=1)
-        axes.set(xlim=(0, 1), ylim=(0, 1.12), xlabel="probability of the prediction", ylabel="share that is right")
+        axes.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="probability of the prediction", ylabel="share that is right")
         axes.set_yticks(np.linspace(0, 1, 6))
 
     return _draw(title, (5.4, 3.4), draw)
@@ -163,27 +165,38 @@ def _short(name: str, longest: int = 24) -> str:
     return name if len(name) <= longest else name[: longest - 1] + "…"
 
 
-def _draw(title: str, inches: tuple[float, float], draw) -> str:
-    """Return what `draw(axes)` draws as an SVG element to stand in a page, described by `title`."""
+def _draw(title: str, inches: tuple[float, float], draw, margins=(0.75, 0.5, 0.2, 0.2)) -> Markup:
+    """Return what `draw(axes)` draws as an SVG element to stand in a page, described by `title`.
+
+    `inches` are width and height, `margins` are left, below, right and above the axes. They are given, since having
+    matplotlib measure all texts takes longer than drawing.
+    """
     # The names of parts must differ between the pictures of a page: hence the salt. Signs that matplotlib's own font
     # lacks are of no concern, since the browser's is used.
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": title}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
-        figure = Figure(inches, layout="constrained")
+        figure = Figure(inches)
+        (width, height), (left, below, right, above) = inches, margins
+        figure.subplots_adjust(left / width, below / height, 1 - right / width, 1 - above / height)
         draw(figure.subplots())
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     return _for_page(file.getvalue(), title)
 
 
-def _for_page(svg: str, title: str) -> str:
+def _for_page(svg: str, title: str) -> Markup:
+    """Return a file of matplotlib's as an element of a page, with nothing in it that is not needed there."""
     svg = svg[svg.index("<svg") :]
     head, body = svg.split(">", 1)
     width, height, box = re.search(r'width="([\d.]+)pt" height="([\d.]+)pt" viewBox="([^"]+)"', head).groups()
     body = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", body, flags=re.DOTALL)
     body = re.sub(r'<g id="[^"]*"', "<g", body)  # not unique within the page
-    body = re.sub(r"font-family: [^;\"]*;? ?|font: ([\d.]+px) [^;\"]*", lambda m: m[1] and f"font-size: {m[1]}" or "", body)
+    body = re.sub(
+        r"font-family: [^;\"]*;? ?|font: ([\d.]+px) [^;\"]*", lambda m: f"font-size: {m[1]}" if m[1] else "", body
+    )
     body = re.sub(r"[ \n]*\n *", "\n", body)
     for name, color in COLORS.items():
         body = body.replace(color, f"var(--{name})")
-    return f'<svg role="img" aria-label="{html.escape(title)}" width="{width}" height="{height}" viewBox="{box}">{body}'
+    return Markup(
+        f'<svg role="img" aria-label="{html.escape(title)}" width="{width}" height="{height}" viewBox="{box}">{body}'
+    )

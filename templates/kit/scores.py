@@ -19,7 +19,9 @@ def score_classifier(
     labels, probabilities = np.asarray(labels), np.asarray(probabilities, dtype=np.float64)
     num_classes = len(label_names)
     if not len(labels) or probabilities.shape != (len(labels), num_classes):
-        raise ValueError(f"{len(labels)} labels and {num_classes} names need [{len(labels)}, {num_classes}] probabilities")
+        raise ValueError(
+            f"{len(labels)} labels and {num_classes} names need [{len(labels)}, {num_classes}] probabilities"
+        )
     if not np.isfinite(probabilities).all():
         raise ValueError("some probabilities are not finite")
     predictions = probabilities.argmax(1) if predictions is None else np.asarray(predictions)
@@ -119,7 +121,7 @@ def calibration(confidence: np.ndarray, is_right: np.ndarray, num_bins: int = 10
 
 
 def confused_pairs(confusion: np.ndarray) -> list[tuple[int, int, int]]:
-    """Return (label, prediction, count) for each kind of error in a confusion matrix [k, k], the most frequent first."""
+    """Return (label, prediction, count) of the errors in a confusion matrix [k, k], the most frequent first."""
     errors = np.array(confusion)
     np.fill_diagonal(errors, 0)
     rows, columns = errors.nonzero()
