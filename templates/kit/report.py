@@ -4,6 +4,7 @@ import base64
 import io
 import os
 import shlex
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -391,4 +392,5 @@ def write(path: Path, page: str) -> None:
     except OSError as error:
         raise MachineError(f"{path} cannot be written: {error.strerror}") from None
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()

@@ -64,12 +64,12 @@ def draw_curves(title: str, curves: list[Curve], marks: Marks) -> Markup:
     """Return a chart of curves over the steps as SVG, on a logarithmic scale where they span more than a factor 100."""
 
     def draw(axes: Axes) -> None:
-        for curve in map(_thinned, curves):
-            color = COLORS[curve.color]
-            marker = "o" if np.isfinite(curve.values).sum() <= 40 else None
-            axes.plot(curve.steps, curve.values, color=color, marker=marker, markersize=3)
-            if curve.low is not None:
-                axes.fill_between(curve.steps, curve.low, curve.high, color=color, alpha=0.2, linewidth=0)
+        for curve in curves:
+            color, shown = COLORS[curve.color], _thinned(curve)
+            marker = "o" if np.isfinite(shown.values).sum() <= 40 else None
+            axes.plot(shown.steps, shown.values, color=color, marker=marker, markersize=3)
+            if shown.low is not None:
+                axes.fill_between(shown.steps, shown.low, shown.high, color=color, alpha=0.2, linewidth=0)
             missing = curve.steps[~np.isfinite(curve.values)]
             axes.plot(missing, np.full(len(missing), 0.02), "x", color=COLORS["bad"], transform=_at_the_foot(axes))
         values = np.concatenate([curve.values[np.isfinite(curve.values)] for curve in curves])
