@@ -1,7 +1,9 @@
 """The report of a run, made of files alone: complete, safe, readable; and the comparison of several runs."""
 
+import base64
 import csv
 import html
+import io
 import json
 import os
 import re
@@ -27,7 +29,7 @@ from kit.report import write_report
 from kit.report_comparison import write_comparison
 from kit.report_reading import read_predictions
 
-NASTY = ["<script>alert(1)</script>", 'a "quoted" $x_1$ & \u732b']
+NASTY = ["<script>alert(1)</script>", 'a "quoted"\n$x_1$ & \u732b']
 LEAVES_OPEN = {"meta", "link", "img", "br"}
 
 
@@ -224,7 +226,9 @@ def test_an_image_run_shows_its_hardest_images(tmp_path):
 
     run = read_run_files(folder)
     assert len(kinds) == 7
-    assert all(_image(run, path) for path in os.listdir(folder / "data"))
+    for path in os.listdir(folder / "data"):
+        with Image.open(io.BytesIO(base64.b64decode(_image(run, path).split(",")[1]))) as small:
+            assert small.mode == "RGB" and 60 < np.asarray(small).mean() < 200, path  # neither black nor white
     assert _image(run, "gone.jpg") is None and _image(run, "a text about a .jpg") is None
 
 
@@ -273,7 +277,7 @@ HALF_WRITTEN = {
         "some probabilities are not finite",
     ),
     "hidden labels": (
-        lambda folder: write_predictions(folder, "test", ["no", "yes"], {"index": range(9)}, labels=[""] * 9),
+        lambda folder: write_predictions(folder, "test", ["no", "y\nes"], {"index": range(9)}, labels=[""] * 9),
         {},
         "What ran",
     ),
@@ -364,13 +368,23 @@ def test_splits_carved_by_seed_are_no_difference(tmp_path):
         for seed in range(2)
     ]
     write_comparison(folders, tmp_path / "two.html")
-    assert "Nothing but the seed." in check_page(tmp_path / "two.html").shown
+    page = check_page(tmp_path / "two.html")
+    assert "Nothing but the seed." in page.shown
+    assert 'class="dot series0"' in page.text and 'class="dot series1"' not in page.text  # one group
 
 
 def test_an_unfinished_run_is_compared_by_what_is_there(tmp_path):
-    folders = [write_run(tmp_path / "a"), write_run(tmp_path / "b", metrics=3, status="failed", results={})]
+    folders = [
+        write_run(tmp_path / "a", metrics=3, status="failed", results={}),
+        write_run(tmp_path / "b", numbers={"seed": 1, "learning_rate": 0.1}),
+    ]
     report.main([*map(str, folders), "--output", str(tmp_path / "x.html")])
-    assert "failed" in check_page(tmp_path / "x.html").shown
+    page = check_page(tmp_path / "x.html")
+    assert "failed" in page.shown
+    # One colour for each run, in charts too where the other is missing.
+    legends = re.findall(r"<figcaption>(\w+)\s*(.*?)\s*</figcaption>", page.text, re.DOTALL)
+    colors = {title: re.findall(r"dot (\w+)", legend) for title, legend in legends}
+    assert colors["loss"] == ["series0", "series1"] and colors["eval_loss"] == ["series1"]
 
 
 def test_options_that_make_no_sense_are_refused(tmp_path):

@@ -161,19 +161,22 @@ def _charts_of(run: RunFiles) -> list[dict]:
     ]
     marks = Marks(_steps_in(run, "resumes"), _steps_in(run, "skipped"), run.best_step)
     found = []
-    for title, curves in plan:
-        curves = [(name, _column(rows, "step"), _column(rows, key)) for name, rows, key in curves if _names(rows, key)]
-        if any(np.isfinite(values).any() for _, _, values in curves):
+    for title, lines in plan:
+        curves = [
+            Curve(name, _column(rows, "step"), _column(rows, key), color=SERIES[i % len(SERIES)])
+            for i, (name, rows, key) in enumerate(lines)
+            if _names(rows, key)
+        ]
+        if any(np.isfinite(curve.values).any() for curve in curves):
             found.append(chart(title, curves, marks))
     return found
 
 
-def chart(title: str, curves: list[tuple], marks) -> dict:
-    """Return a chart of (name, steps, values, ...) in the colours of their order."""
-    curves = [Curve(*curve, color=SERIES[i % len(SERIES)]) for i, curve in enumerate(curves)]
+def chart(title: str, curves: list[Curve], marks: Marks) -> dict:
+    """Return what the page shows of a chart."""
     names = ", ".join(curve.name for curve in curves if curve.name)
     alt = f"{title} over the steps{f': {names}' if names else ''}"
-    return {"title": title, "curves": curves, "legend": False, "svg": draw_curves(alt, curves, marks)}
+    return {"title": title, "curves": curves, "svg": draw_curves(alt, curves, marks)}
 
 
 def _describe_marks(run: RunFiles) -> str:

@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 
 from kit.report import chart, cut, duration, flat, metric_names, number, render, write
-from kit.report_figures import SERIES, Marks
+from kit.report_figures import SERIES, Curve, Marks
 from kit.report_reading import RunFiles, read_run_files
 
 
 def write_comparison(output_dirs: list[Path], path: Path) -> None:
     """Write a page that shows several runs side by side; those that differ in the seed only are one group."""
     runs = [read_run_files(output_dir) for output_dir in output_dirs]
-    write(path, render(title=f"{len(runs)} runs", comparison=_comparison_of(runs)))
+    write(path, render(title=f"Comparison of {len(runs)} runs", comparison=_comparison_of(runs)))
 
 
 def _numbers_of(run: RunFiles) -> dict:
@@ -57,10 +57,12 @@ def _comparison_of(runs: list[RunFiles]) -> dict:
     metrics = list(dict.fromkeys(name for run in runs for name in metric_names(run.evaluations)))
     for key in ("eval_loss", *metrics, *training):
         curves = [
-            (name, *curve) for name, group in zip(names, groups, strict=True) if (curve := _group_curve(group, key))
+            Curve(name, *curve, color=color)
+            for name, color, group in zip(names, colors, groups, strict=True)
+            if (curve := _group_curve(group, key))
         ]
         if curves:
-            charts.append(chart(key, curves, Marks()) | {"legend": True})
+            charts.append(chart(key, curves, Marks()))
     return {
         "results": results,
         "groups": [

@@ -41,7 +41,7 @@ class RunFiles:
 
     @property
     def best_step(self) -> int | None:
-        return self.facts.get("best_step", self.results.get("best_step"))
+        return self.facts.get("best_step") or self.results.get("best_step")
 
     @property
     def best_evaluation(self) -> dict | None:
