@@ -78,7 +78,7 @@ def _comparison_of(runs: list[RunFiles]) -> dict:
         "charts": charts,
         "runs": [
             {
-                "name": str(run.path),
+                "name": run.name if [other.name for other in runs].count(run.name) == 1 else str(run.path),
                 "color": color,
                 "status": run.status,
                 "seed": _numbers_of(run).get("seed", "-"),
