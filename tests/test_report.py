@@ -338,7 +338,7 @@ def test_a_report_needs_no_torch_and_the_script_says_where_it_is(tmp_path):
 # ---------------------------------------------------------------------------------------------------- comparison
 
 
-def test_runs_that_differ_in_the_seed_are_one_group(tmp_path, monkeypatch):
+def test_runs_that_differ_in_the_seed_are_one_group(tmp_path):
     seeds = [write_run(tmp_path / f"seed{seed}", numbers={"seed": seed}) for seed in range(3)]
     other = write_run(tmp_path / "other", numbers={"learning_rate": 2e-3})
     moved = write_run(tmp_path / "moved", data={"sha256": {"train": "e" * 64}})

@@ -93,6 +93,7 @@ def _progress_of(run: RunFiles) -> str:
 
 
 def _about(run: RunFiles) -> list[tuple[str, str]]:
+    """Return what ran, where and on what, as rows."""
     world, data, batch = (run.dict_of(name) for name in ("world", "data", "batch"))
     rows, sha256 = (part if isinstance(part := data.get(name), dict) else {} for name in ("rows", "sha256"))
     memory = run.facts.get("peak_memory_gb")
@@ -138,6 +139,7 @@ def _names(rows: list[dict], prefix: str) -> list[str]:
 
 
 def metric_names(evaluations: list[dict]) -> list[str]:
+    """Return the names of the metrics in the evaluation lines: eval_accuracy, ..."""
     return [name for name in _names(evaluations, "eval_") if name not in ("eval_loss", "eval_samples")]
 
 
@@ -180,6 +182,8 @@ def chart(title: str, curves: list[Curve], marks: Marks) -> dict:
 
 
 def _describe_marks(run: RunFiles) -> str:
+    """Return what the marks in the charts mean, with the steps."""
+
     def listed(steps: list[int]) -> str:
         return ", ".join(map(str, steps[:8])) + (f" and {len(steps) - 8} more" if len(steps) > 8 else "")
 
@@ -195,6 +199,7 @@ def _describe_marks(run: RunFiles) -> str:
 
 
 def _time_of(run: RunFiles) -> list[dict]:
+    """Return where the time went: `time` of run.json, else the sums of seconds_* over the training lines."""
     parts = {name: value for name, value in run.dict_of("time").items() if isinstance(value, int | float)}
     if not parts:
         names = _names(run.training, "seconds_")
@@ -316,6 +321,7 @@ def _hardest(run: RunFiles, found: Predictions) -> list[dict]:
 
 
 def cut(text: str) -> str:
+    """Return a text, cut off where it is long."""
     return text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + " …"
 
 
@@ -347,10 +353,12 @@ def _image(run: RunFiles, name: str) -> str | None:
 
 
 def share(value: float | None) -> str:
+    """Return a share from 0 to 1 in percent."""
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
 def number(value) -> str:
+    """Return a value as text, a float with four digits."""
     if value is None:
         return "-"
     if isinstance(value, float):
@@ -359,6 +367,7 @@ def number(value) -> str:
 
 
 def duration(seconds: float) -> str:
+    """Return a time as one reads it: 59.2 s, 12 min, 2 h 5 min."""
     if seconds < 100:
         return f"{seconds:.3g} s"
     minutes = round(seconds / 60)

@@ -92,6 +92,7 @@ def _comparison_of(runs: list[RunFiles]) -> dict:
 
 
 def _name_of(group: list[RunFiles], differences: list[tuple[str, str]]) -> str:
+    """Return the name of a group: the settings that set it apart if they are few, else the name of its first run."""
     numbers = _numbers_of(group[0])
     settings = [f"{name} {value}" for name, value in differences if name in numbers]
     if 1 <= len(settings) <= 2:
