@@ -64,7 +64,7 @@ def write_run(folder: Path, num_steps: int = 60, every: int = 10, metrics: int |
         "world": {"num_processes": 1, "mixed_precision": "no", "summary": "1 process on 1 node, cpu"},
         "data": {"rows": {"train": 37, "test": 11}, "validation_carved": False, "sha256": {"train": "f" * 64}},
         "batch": {"arithmetic": "8 = 1 process x 8", "total_steps": num_steps},
-        "results": {"best_step": num_steps, "test_accuracy": 0.5 + seed / 10},
+        "results": {"best_step": num_steps, "test_accuracy": 0.5 + seed / 10, "test": {"confusion": [[12345]]}},
     }
     (folder / "run.json").write_text(json.dumps(found | facts), "utf-8")
     (folder / "settings.yaml").write_text(yaml.safe_dump(numbers | {"output_dir": str(folder)}), "utf-8")
@@ -189,6 +189,7 @@ def test_a_text_run_shows_everything_and_nothing_of_it_can_run(tmp_path):
     assert "Loss over the steps: training, validation" in titles and "confusion matrix, test" in titles
     for words in ("resumed after step 20", "step skipped (31, 32)", "best step (50)", "always “<script>", "30.0 %"):
         assert words in page.shown, words
+    assert "12345" not in page.shown  # of a table in run.json
     assert "everything else" in page.shown and "60 s" in page.shown
     rows = dict(
         re.findall(r"<tr><td>(\w+)</td><td class=\"mono\">.*?</td><td class=\"mono\">(.*)</td></tr>", page.text)

@@ -62,7 +62,7 @@ def _page_of(run: RunFiles) -> dict:
         "faults": run.faults,
         "splits": splits,
         "f1_of": splits and (f"of {splits[0]['labels'][1]}" if len(splits[0]["labels"]) == 2 else "mean over labels"),
-        "results": [(name, number(value)) for name, value in run.results.items()],
+        "results": [(name, number(value)) for name, value in run.results.items() if not isinstance(value, dict | list)],
         "last_evaluation": evaluation
         and {
             "title": f"Validation at step {evaluation['step']}" + (" (best)" * (evaluation["step"] == run.best_step)),
