@@ -38,7 +38,7 @@ environment: ## make VENV and install everything that the other jobs need
 		"$(PYTHON)" -c 'import sys; sys.exit("error: Python 3.10 or newer is needed: make PYTHON=python3.12" \
 			if sys.version_info < (3, 10) else 0)' \
 		&& "$(PYTHON)" -m venv "$(VENV)" \
-		&& $(VENV_PYTHON) -m pip install ".[demo,test,methods,new,notebook]" \
+		&& $(VENV_PYTHON) -m pip install ".[demo,test,new,notebook]" \
 		&& cp pyproject.toml "$(VENV)/.installed-templates"; }
 
 .PHONY: demo
@@ -95,6 +95,16 @@ check-data: data-given environment ## list bad, odd and doubled images (DATA=FOL
 .PHONY: bench-images
 bench-images: environment ## measure the input pipeline (TEMPLATES_DATA=FOLDER: on real photos)
 	PYTHONPATH=templates $(VENV_PYTHON) examples/resnet50_pets/bench_images.py --json outputs/bench_images.json $(ARGS)
+
+.PHONY: report
+report: environment ## report of a run, or several side by side (RUNS="outputs/a outputs/b")
+	@test -n "$(RUNS)" || { echo "error: give RUNS, one run directory or several" >&2; exit 2; }
+	@$(VENV_PYTHON) templates/report.py $(RUNS) $(ARGS)
+
+.PHONY: watch
+watch: environment ## follow a running one: its lines, and its report renewed (RUN=outputs/a)
+	@test -n "$(RUN)" || { echo "error: give RUN, a run directory" >&2; exit 2; }
+	@exec $(VENV_PYTHON) templates/report.py "$(RUN)" --follow
 
 .PHONY: new
 # From the last commit, never from what is not committed: `make update` in the project has to find it again.
