@@ -206,12 +206,12 @@ def main(settings: Settings) -> None:
         on_main(accelerator, export, plain_model, run.path / "final")
         run.load_best("model", plain_model)
         on_main(accelerator, export, plain_model, run.path / "best")
-        test_scores = {}
         if test is not None:
-            test_scores = evaluate(accelerator, model, criterion, evaluation_loader(test), run)
-            if test_scores is None:
+            scores = evaluate(accelerator, model, criterion, evaluation_loader(test), run)
+            if scores is None:
                 run.leave()
-        run.finish(test_scores, "A model of my own", TORCH)
+            run.note_split("test", scores)
+        run.finish(None, TORCH)
     accelerator.end_training()
 
 

@@ -395,19 +395,15 @@ def main(settings: Settings) -> None:
         on_main(accelerator, export, plain_model, preprocessing, splits.label_names, run.path / "final")
         run.load_best(kind, plain_model)
         on_main(accelerator, export, plain_model, preprocessing, splits.label_names, run.path / "best")
-        test_scores = {}
-        if test is not None:
-            predicted = predict(accelerator, model, criterion, evaluation_loader(test), run)
-            if predicted is None:
-                run.leave()
-            if (predicted["label"] < 0).any():
-                names = [item.name for item in splits.test]
-                path = run.path / "predictions.csv"
-                on_main(accelerator, write_predictions, predicted["output"], splits.label_names, path, names)
-                run.say(f"test       has no labels: predictions are in {path}")
-            else:
-                test_scores = on_main(accelerator, score, predicted)
-        run.finish(test_scores, f"{settings.model_name_or_path}, fine-tuned to classify images", TIMM)
+        for split, rows, items in (("validation", validation, splits.validation), ("test", test, splits.test)):
+            if rows is not None:
+                predicted = predict(accelerator, model, criterion, evaluation_loader(rows), run)
+                if predicted is None:
+                    run.leave()
+                path, inputs = run.path / f"predictions_{split}.csv", {"name": [item.name for item in items]}
+                details = on_main(accelerator, write_predictions, path, predicted, splits.label_names, inputs)
+                run.note_split(split, details and on_main(accelerator, score, predicted), details)
+        run.finish("image-classification", TIMM)
     accelerator.end_training()
 
 

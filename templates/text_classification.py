@@ -79,7 +79,7 @@ from kit.batches import EvaluationSampler, build_loader, build_sampler, seed_all
 from kit.dropout import dropout_notes, exact_dropout
 from kit.errors import exit_codes
 from kit.evaluation import class_weights, describe_labels, gather_in_order, write_predictions
-from kit.model_card import TRANSFORMERS
+from kit.model_card import transformers_call
 from kit.run import Run, is_finished
 from kit.tables import TextSplits, read_text_splits
 from kit.text_models import assert_fits, head_for, loading, padding_notes
@@ -307,23 +307,18 @@ def main(settings: Settings) -> None:
         on_main(accelerator, export, plain_model, tokenizer, run.path / "final")
         run.load_best("model", plain_model)
         on_main(accelerator, export, plain_model, tokenizer, run.path / "best")
-        test_scores = {}
-        if test is not None:
-            predicted = predict(accelerator, model, criterion, evaluation_loader(test), run)
-            if predicted is None:
-                run.leave()
-            if (predicted["label"] < 0).any():
-                on_main(
-                    accelerator,
-                    write_predictions,
-                    predicted["output"],
-                    splits.label_names,
-                    run.path / "predictions.csv",
+        for split, rows, texts in (("validation", validation, splits.validation), ("test", test, splits.test)):
+            if rows is not None:
+                predicted = predict(accelerator, model, criterion, evaluation_loader(rows), run)
+                if predicted is None:
+                    run.leave()
+                path, inputs = (
+                    run.path / f"predictions_{split}.csv",
+                    {name: texts[name] for name in splits.text_columns},
                 )
-                run.say(f"test       has no labels: predictions are in {run.path / 'predictions.csv'}")
-            else:
-                test_scores = on_main(accelerator, score, predicted)
-        run.finish(test_scores, f"{settings.model_name_or_path}, fine-tuned to classify text", TRANSFORMERS)
+                details = on_main(accelerator, write_predictions, path, predicted, splits.label_names, inputs)
+                run.note_split(split, details and on_main(accelerator, score, predicted), details)
+        run.finish("text-classification", transformers_call(len(splits.text_columns), settings.max_length))
     accelerator.end_training()
 
 

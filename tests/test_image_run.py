@@ -312,10 +312,13 @@ def test_a_test_folder_without_classes_gets_predictions(settings, tmp_path):
         photo(seed=number).save(tmp_path / "data" / "test" / f"{number}.jpg")
     here = settings | {"data_dir": str(tmp_path / "data"), "max_train_steps": 2, "output_dir": str(tmp_path / "run")}
     run(2, here)
-    rows = (tmp_path / "run" / "predictions.csv").read_text("utf-8").splitlines()
-    assert rows[0] == "name,label,probability"
-    assert [row.split(",")[0] for row in rows[1:]] == [f"test/{number}.jpg" for number in range(5)]
-    assert {row.split(",")[1] for row in rows[1:]} <= {"ant", "bee", "cat"}
+    rows = (tmp_path / "run" / "predictions_test.csv").read_text("utf-8").splitlines()
+    assert rows[0] == "index,name,label,prediction,p_ant,p_bee,p_cat"
+    rows = [row.split(",") for row in rows[1:]]
+    assert [row[1] for row in rows] == [f"test/{number}.jpg" for number in range(5)]
+    assert {row[2] for row in rows} == {""}
+    assert {row[3] for row in rows} <= {"ant", "bee", "cat"}
+    assert all(sum(map(float, row[4:])) == pytest.approx(1, abs=1e-5) for row in rows)
     assert not lines(tmp_path / "run", "test_loss")
 
 

@@ -70,6 +70,31 @@ def test_the_exported_model_loads_in_plain_transformers_and_scores_the_same(fini
     assert right / len(rows) == facts["results"]["test_accuracy"]
 
 
+def test_the_card_names_no_path_and_its_call_reads_a_long_text(finished, tiny_settings, monkeypatch, capsys):
+    card = (finished / "README.md").read_text("utf-8")
+    assert "# bert fine-tuned on train.jsonl" in card
+    assert str(Path(tiny_settings["train_file"]).parent) not in card
+    call = card.split("```python\n")[1].split("```")[0]
+    call = call.replace("The first sentence.", "alpha cat " * 500)
+    monkeypatch.chdir(finished)
+    exec(call, {})
+    assert "'score'" in capsys.readouterr().out
+
+
+def test_what_the_run_says_of_each_label_is_what_its_predictions_say(finished):
+    results = json.loads((finished / "run.json").read_text("utf-8"))["results"]
+    rows = list(csv.DictReader((finished / "predictions_test.csv").open(encoding="utf-8")))
+    assert len(rows) == 11 and {"sentence1", "sentence2", "label", "prediction", "p_0", "p_1"} <= rows[0].keys()
+    right = sum(row["label"] == row["prediction"] for row in rows) / len(rows)
+    assert right == results["test_accuracy"] == results["test"]["accuracy"]["value"]
+    for number, name in enumerate("01"):
+        row = [sum(r["label"] == name and r["prediction"] == other for r in rows) for other in "01"]
+        assert results["test"]["confusion"][number] == row
+    assert results["validation"]["accuracy"]["value"] == results["best_accuracy"]
+    page = (finished / "report.html").read_text("utf-8")
+    assert "Confusion" in page and "<svg" in page or "data:image" in page
+
+
 @pytest.mark.parametrize("kind", ["hidden", "absent"])
 def test_a_test_split_without_labels_gets_predictions_in_its_order(kind, tiny, tiny_settings, tmp_path):
     rows = [json.loads(line) for line in write_pairs(tmp_path / "test.jsonl", 11).read_text().splitlines()]
@@ -86,9 +111,11 @@ def test_a_test_split_without_labels_gets_predictions_in_its_order(kind, tiny, t
         world = run(num_processes, settings | still)
         assert not lines(output_dir, "test_loss")
         assert "test_accuracy" not in world.output()
-        found[num_processes] = list(csv.DictReader((output_dir / "predictions.csv").open()))
+        found[num_processes] = list(csv.DictReader((output_dir / "predictions_test.csv").open()))
     assert [row["index"] for row in found[1]] == [str(i) for i in range(11)]
-    assert [row["label"] for row in found[1]] == [row["label"] for row in found[2]]
+    assert [row["sentence2"] for row in found[1]] == [row["sentence2"] for row in rows]
+    assert {row["label"] for row in found[1]} == {""}
+    assert [row["prediction"] for row in found[1]] == [row["prediction"] for row in found[2]]
 
 
 @pytest.mark.parametrize("count", [3, 2])

@@ -48,7 +48,7 @@ def explain(error: BaseException, stop: Stopper, micro_batch_size: int | None, s
             UserError(f"a forward pass did not use all parameters{some}: give --find_unused_parameters true"),
         )
     words = ("Connection closed", "Connection reset", "Broken pipe", "Timed out waiting", "Socket")
-    is_lost = isinstance(error, torch.distributed.DistError) or (
+    is_lost = isinstance(error, torch.distributed.DistError | ConnectionAbortedError) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in words)
     )
     return Ending("failed", cause, is_lost_connection=is_lost)

@@ -1,7 +1,7 @@
 """Evaluation: every sample predicted exactly once, put back into order; what the labels mean for loss and metrics."""
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -48,12 +48,21 @@ def describe_labels(label_names: tuple[str, ...]) -> str:
 
 
 def write_predictions(
-    logits: torch.Tensor, label_names: tuple[str, ...], path: Path, names: list | None = None
-) -> None:
-    """Write one CSV row for each sample of a split, in its order: name (or index), label, probability."""
-    probabilities, ids = logits.softmax(-1).max(-1)
+    path: Path, predicted: dict[str, torch.Tensor], label_names: Sequence[str], inputs: dict[str, Iterable]
+) -> dict | None:
+    """Write one CSV row for each sample of a split, in its order; return the scores of `kit.scores`.
+
+    Columns: index, those of `inputs`, label (empty where hidden), prediction, and p_LABEL for each label. None is
+    returned where labels are hidden. `predicted` holds `output` [n, classes] and `label` [n].
+    """
+    from kit.scores import score_classifier
+
+    labels, probabilities = predicted["label"].numpy(), predicted["output"].double().softmax(-1).numpy()
     with open(path, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["index" if names is None else "name", "label", "probability"])
-        for name, i, p in zip(names or range(len(ids)), ids.tolist(), probabilities.tolist(), strict=True):
-            writer.writerow([name, label_names[i], f"{p:.6f}"])
+        writer.writerow(["index", *inputs, "label", "prediction", *(f"p_{name}" for name in label_names)])
+        rows = zip(range(len(labels)), *inputs.values(), strict=True)
+        for row, label, shares in zip(rows, labels, probabilities, strict=True):
+            names = label_names[label] if label >= 0 else "", label_names[shares.argmax()]
+            writer.writerow([*row, *names, *(f"{share:.6f}" for share in shares)])
+    return score_classifier(labels, probabilities, list(label_names)) if (labels >= 0).all() else None

@@ -16,7 +16,7 @@ from kit.errors import MachineError, UserError, one_line
 from kit.memory import Trial, micro_batch_trials
 from kit.model_card import write_card
 from kit.run_directory import check_run_directory
-from kit.runlog import RunLog
+from kit.runlog import RunLog, short
 from kit.settings import TrainingSettings, differences, numbers_in_force
 from kit.stopping import EXIT_STOPPED, Stopper
 from kit.world import describe_world, on_main
@@ -79,6 +79,7 @@ class Run:
         self.stop = Stopper(accelerator, settings.max_train_time, settings.ddp_timeout)
         self.writer = checkpoints.CheckpointWriter(self.path / "checkpoints", settings.checkpoints_total_limit)
         self.seconds = dict.fromkeys(("data", "steps", "evaluation"), 0.0)
+        self.results: dict = {}  # of the splits
         self._window: Window | None = None  # of the step that is being made
         self._since_line = [0, 0.0]  # samples and seconds since the last training line
 
@@ -203,6 +204,8 @@ class Run:
             progress.best_step, progress.best_metric, progress.best_loss = progress.step, metric, loss
         progress.evaluated_step = progress.step
         progress.evaluations_without_improvement = 0 if is_best else progress.evaluations_without_improvement + 1
+        self.log.record(best_step=progress.best_step, time=self._time())
+        self.log.report()
 
     def is_save_due(self) -> bool:
         """Return whether the current step is to be saved: when due, at the best model, and before the run ends."""
@@ -255,6 +258,7 @@ class Run:
             self.progress.skipped_steps += 1
             counted = f"{self.progress.skipped_steps} of at most {settings.skip_nonfinite_steps}"
             self.say(f"step {step} is skipped ({counted}): its gradient is not finite")
+            self.log.record(skipped=[*self.log.facts.get("skipped", []), step])
             self.stop.poll()
         else:
             self.stop.poll(step, loss_sum, grad_norm)
@@ -305,24 +309,39 @@ class Run:
         else:
             self.say("there is no checkpoint of a best model: the last model is taken as the best")
 
-    def finish(self, test_scores: dict[str, float], title: str, how_to_load: str) -> None:
-        """Record the results, of the test split too if it was scored, and write the model card."""
+    def note_split(self, split: str, scores: dict[str, float] | None, details: dict | None = None) -> None:
+        """Record the numbers of the best model on a split, and how they come about (`kit.scores`); None: no labels."""
+        if scores is None:
+            self.say(f"{split:<10} has no labels: predictions are in {self.path / f'predictions_{split}.csv'}")
+            return
+        if split == "test":
+            self.log.write(self.progress.step, **{f"test_{name}": value for name, value in scores.items()})
+            self.results |= {f"test_{name}": value for name, value in scores.items()}
+        if details is not None:
+            self.results[split] = details
+            shown = [
+                f"{name} {short(part['value'])} (95 % interval {short(part['low'])} to {short(part['high'])})"
+                for name in ("accuracy", "f1")
+                if (part := details[name])["value"] is not None
+            ]
+            majority = f"always {details['majority']['label']}: accuracy {short(details['majority']['accuracy'])}"
+            self.say(f"{split:<10} {', '.join(shown)}; {majority}")
+
+    def finish(self, task: str | None, how_to_load: str) -> None:
+        """Record the results and write the model card; `task` is the hub's name for it."""
         metric = self.settings.metric_for_best_model
-        results = {
-            "skipped_steps": self.progress.skipped_steps,
-            "best_step": self.progress.best_step,
-            f"best_{metric}": self.progress.best_metric,
-        }
-        if test_scores:
-            test_scores = {f"test_{name}": value for name, value in test_scores.items()}
-            self.log.write(self.progress.step, **test_scores)
-        results |= test_scores
-        seconds = {name: round(value, 3) for name, value in self.seconds.items()}
-        seconds["saving"] = round(sum(self.writer.stalls), 3)
-        self.log.record(results=results, time_of_this_start=seconds, checkpoint_stalls_in_seconds=self.writer.stalls)
+        best = {"best_step": self.progress.best_step, f"best_{metric}": self.progress.best_metric}
+        results = {"skipped_steps": self.progress.skipped_steps} | best | self.results
+        self.log.record(results=results, time=self._time(), checkpoint_stalls_in_seconds=self.writer.stalls)
         if self.accelerator.is_main_process:
-            write_card(self.path / "README.md", title, results, how_to_load, self.log.facts)
+            write_card(self.path / "README.md", self.settings, results, task, how_to_load, self.log.facts)
         self.say(f"done       {self.path}: the model with the best {metric} is in best/")
+
+    def _time(self) -> dict[str, float]:
+        """Return the seconds of all starts by what they were spent on."""
+        now = self.seconds | {"saving": sum(self.writer.stalls)}
+        before = self._before.get("time") or {}
+        return {name: round(before.get(name, 0.0) + value, 3) for name, value in now.items()}
 
     def __exit__(self, kind, error, trace) -> None:
         try:

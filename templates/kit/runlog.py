@@ -8,11 +8,11 @@ import sys
 import time
 import uuid
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from kit.errors import UserError, prepare_screen
+from kit.errors import UserError, one_line, prepare_screen
 from kit.run_directory import delete_run, has_progress, lock, overwrites, read_run, write_json
 from kit.settings import TrainingSettings, numbers_in_force, save_settings
 from kit.versions import git_commit, untested, versions
@@ -32,6 +32,7 @@ class RunLog:
         self.accelerator, self.settings, self.facts = accelerator, settings, facts
         self.path, self.is_main = Path(settings.output_dir), accelerator.is_main_process
         self._bar = self._metrics = self._lock = None
+        self._next_report = time.monotonic() + 30  # it imports matplotlib first
 
     # -- begin -------------------------------------------------------------------------------------------------------
 
@@ -58,12 +59,14 @@ class RunLog:
             "started": before.get("started") or datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "starts": before.get("starts", 0) + 1,
             "resumes": before.get("resumes", []),
+            "skipped": before.get("skipped", []),
             "seconds": 0.0,  # of all starts together
             "command": sys.argv,
             "versions": {"python": platform.python_version()} | versions(),
             "git_commit": git_commit(),
             "profile": {"file": profile_in_force()} | variables,
             "numbers": numbers_in_force(self.settings),
+            "defaults": {field.name: field.default for field in fields(self.settings)},
             "memory": before.get("memory"),
             **self.facts,
         }
@@ -168,6 +171,22 @@ class RunLog:
             self.facts |= facts
             self._write_facts()
 
+    def report(self, is_last: bool = False) -> None:
+        """Write report.html: at the end, and before it while that takes at most a twentieth of the time."""
+        if not self.is_main or not (is_last or time.monotonic() > self._next_report):
+            return
+        began = time.monotonic()
+        try:
+            from kit.report import write_report
+
+            write_report(self.path)
+        except Exception as error:  # a picture is never worth a training
+            if self._next_report < math.inf:
+                self.say(f"note       report.html could not be written: {type(error).__name__}: {one_line(error)}")
+            self._next_report = math.inf
+            return
+        self._next_report = time.monotonic() + 20 * (time.monotonic() - began)
+
     def _write_facts(self) -> None:
         self.facts["seconds"] = round(self._seconds_before + time.monotonic() - self._began, 3)
         write_json(self.path / "run.json", _plain(self.facts))
@@ -198,6 +217,7 @@ class RunLog:
             self._metrics.close()
         try:
             self.record(peak_memory_gb=_peak_memory_gb(), **outcome)
+            self.report(is_last=True)
         except OSError as full:  # what ended the run matters more: let that be seen
             print(f"run.json could not be written: {full}", file=sys.stderr)
         self._lock.release()

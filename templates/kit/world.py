@@ -18,7 +18,7 @@ from kit.doctor import (
     refuse,
     visible_cores,
 )
-from kit.errors import MachineError, UserError
+from kit.errors import MachineError, UserError, one_line
 from kit.settings import TrainingSettings
 from kit.stopping import is_launcher, parent_command
 
@@ -178,17 +178,19 @@ class FirstOnNode:
 
 
 def on_main(accelerator, function, *arguments):
-    """Call `function` on process 0 and return its result on all; a `UserError` there is raised on all."""
+    """Call `function` on process 0 and return its result on all; an error there is raised on all, in one line."""
     from accelerate.utils import broadcast_object_list
 
-    answer = [None, None]
+    answer, error = [None, None, None], None
     if accelerator.is_main_process:
         try:
             answer[0] = function(*arguments)
-        except UserError as error:
-            answer[1] = str(error)
+        except Exception as raised:
+            error, answer[1:] = raised, (isinstance(raised, UserError), one_line(raised))
     if accelerator.num_processes > 1:
         broadcast_object_list(answer)
+    if error is not None:
+        raise error
     if answer[1] is not None:
-        raise UserError(answer[1])
+        raise UserError(answer[2]) if answer[1] else ConnectionAbortedError(f"process 0 failed: {answer[2]}")
     return answer[0]

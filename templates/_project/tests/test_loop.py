@@ -192,8 +192,8 @@ def test_a_test_split_without_labels_gets_predictions_from_one_process(settings,
     assert rows["test"] != rows["validation"]
     here = settings | {"output_dir": str(tmp_path / "run")}
     world = run(2, here, patches=["spies:hide_test_labels"], environment=environment)
-    assert (tmp_path / "writers.txt").read_text() == "0"
-    assert len((tmp_path / "run" / "predictions.csv").read_text("utf-8").splitlines()) == 1 + rows["test"]
+    assert (tmp_path / "writers.txt").read_text() == "00", "validation and test, each by process 0"
+    assert len((tmp_path / "run" / "predictions_test.csv").read_text("utf-8").splitlines()) == 1 + rows["test"]
     assert world.output(0).count("has no labels: predictions are in") == 1
     assert not lines(tmp_path / "run", "test_loss"), "nothing was measured"
 
