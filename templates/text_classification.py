@@ -82,7 +82,7 @@ from kit.evaluation import class_weights, describe_labels, gather_in_order, writ
 from kit.model_card import transformers_call
 from kit.run import Run, is_finished
 from kit.tables import TextSplits, read_text_splits
-from kit.text_models import assert_fits, head_for, loading, padding_notes
+from kit.text_models import assert_fits, loading, padding_notes, renew_head
 from kit.world import FirstOnNode, build_accelerator, on_main, share_buffers
 
 # ---------------------------------------------------------------------------------------------------------- data
@@ -137,7 +137,6 @@ def build_model(settings: Settings, splits: TextSplits):
     seed_all(settings.seed, "model")
     with loading(name):
         tokenizer = AutoTokenizer.from_pretrained(name)
-        key_mapping, notes = head_for(AutoConfig.from_pretrained(name), labels)
         model, report = AutoModelForSequenceClassification.from_pretrained(
             name,
             num_labels=len(labels),
@@ -145,10 +144,10 @@ def build_model(settings: Settings, splits: TextSplits):
             label2id={label: i for i, label in enumerate(labels)},
             problem_type="single_label_classification",
             dtype=torch.float32,  # whatever the file holds: mixed precision keeps its weights in fp32
-            key_mapping=key_mapping,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
+    notes = renew_head(model, AutoConfig.from_pretrained(name), labels)
     assert_fits(model, tokenizer, name, settings.max_length, len(splits.text_columns), set(report["missing_keys"]))
     model.config.pad_token_id = tokenizer.pad_token_id
     if settings.gradient_checkpointing:  # by its old name, which is good to below 6: the new one is not in 5.20

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -92,7 +93,7 @@ def test_what_the_run_says_of_each_label_is_what_its_predictions_say(finished):
         assert results["test"]["confusion"][number] == row
     assert results["validation"]["accuracy"]["value"] == results["best_accuracy"]
     page = (finished / "report.html").read_text("utf-8")
-    assert "Confusion" in page and "<svg" in page or "data:image" in page
+    assert ("Confusion" in page and "<svg" in page) or "data:image" in page
 
 
 @pytest.mark.parametrize("kind", ["hidden", "absent"])
@@ -351,3 +352,92 @@ def test_evaluation_keeps_predictions_only(tmp_path):
     assert not predicted["output"].requires_grad
     kept_per_batch = 5
     assert counts[1] - counts[0] <= kept_per_batch * 190 + 8
+
+
+def saved_again(tiny, folder: Path, change) -> Path:
+    """Save TINY-BERT into `folder`, after `change(model)`."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model = AutoModelForSequenceClassification.from_pretrained(tiny / "bert")
+    change(model)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny / "bert").save_pretrained(folder)
+    return folder
+
+
+def test_a_model_saved_in_half_precision_is_trained_in_float32(tiny, tiny_settings, tmp_path):
+    losses = {}
+    for name in ("float32", "float16", "bfloat16"):
+        dtype = getattr(torch, name)
+        folder = saved_again(tiny, tmp_path / name, lambda model, dtype=dtype: model.to(dtype))
+        settings = tiny_settings | {"model_name_or_path": str(folder), "learning_rate": 5e-5, "max_train_steps": 4}
+        run(1, settings | {"output_dir": str(tmp_path / f"run {name}")})
+        losses[name] = [row["loss"] for row in lines(tmp_path / f"run {name}", "loss")]
+        assert {value.dtype for value in weights(tmp_path / f"run {name}" / "best").values()} == {torch.float32}
+        before, after = weights(folder), weights(tmp_path / f"run {name}" / "final")
+        moved = [(before[key].float() != after[key]).float().mean().item() for key in before if key.endswith("weight")]
+        assert sum(moved) / len(moved) > 0.5, "small updates are not rounded away"
+    assert losses["float16"] == pytest.approx(losses["float32"], rel=2e-3)
+    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=2e-2)
+
+
+def test_what_a_saved_configuration_says_of_another_task_does_not_survive(tiny, tiny_settings, tmp_path):
+    def confuse(model) -> None:
+        model.config.problem_type = "multi_label_classification"
+        model.config.pad_token_id = None
+
+    folder = saved_again(tiny, tmp_path / "model", confuse)
+    settings = tiny_settings | {"model_name_or_path": str(folder), "max_train_steps": 1}
+    run(1, settings | {"output_dir": str(tmp_path / "run")})
+    config = json.loads((tmp_path / "run" / "best" / "config.json").read_text())
+    assert (config["problem_type"], config["pad_token_id"]) == ("single_label_classification", 0)
+    from transformers import pipeline
+
+    (scores,) = pipeline("text-classification", str(tmp_path / "run" / "best"), top_k=None)(["alpha beta"])
+    assert sum(score["score"] for score in scores) == pytest.approx(1)
+
+
+def test_a_head_for_other_labels_is_not_taken_over(tiny, tiny_settings, tmp_path):
+    def name_labels(model) -> None:
+        model.config.id2label, model.config.label2id = {0: "no", 1: "yes"}, {"no": 0, "yes": 1}
+
+    folder = saved_again(tiny, tmp_path / "model", name_labels)
+    heads = {}
+    for labels in (("yes", "no"), ("maybe", "no")):
+        files = {
+            f"{split}_file": str(write_pairs(tmp_path / f"{split} {labels[0]}.jsonl", 20, labels=labels))
+            for split in ("train", "validation", "test")
+        }
+        settings = tiny_settings | files | {"model_name_or_path": str(folder), "learning_rate": 0.0}
+        world = run(1, settings | {"output_dir": str(tmp_path / labels[0]), "max_train_steps": 1})
+        heads[labels[0]] = weights(tmp_path / labels[0] / "final")["classifier.weight"]
+        is_new = "the classification layer is new: the saved one has the labels no, yes" in world.output()
+        assert is_new == (labels[0] == "maybe"), world.output()
+        assert world.output().count("\x1b") == 0, "no report of the library's own"
+    assert torch.equal(heads["yes"], weights(folder)["classifier.weight"])
+    assert not torch.equal(heads["maybe"], weights(folder)["classifier.weight"])
+
+
+def test_no_room_for_text_is_one_line(tiny_settings, tmp_path):
+    world = run(1, tiny_settings | {"max_length": 3, "output_dir": str(tmp_path / "run")}, expected=2)
+    assert "max_length 3 leaves no room for text beside 3 special tokens" in world.output()
+
+
+def test_class_weights_weigh_the_loss_of_training_and_evaluation_alike(tiny, tiny_settings, tmp_path):
+    rows = [json.loads(line) for line in write_pairs(tmp_path / "all.jsonl", 40).read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row["label"] = int(number % 4 == 0)
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = {f"{split}_file": str(tmp_path / "data.jsonl") for split in ("train", "validation")} | {"test_file": None}
+    settings = tiny_settings | files | {"model_name_or_path": str(tiny / "bert_still"), "learning_rate": 0.0}
+    settings |= {"global_batch_size": 40, "micro_batch_size": 7, "max_train_steps": 1, "class_weights": "balanced"}
+    for num_processes in (1, 2):
+        run(num_processes, settings | {"output_dir": str(tmp_path / str(num_processes))})
+    found = list(csv.DictReader((tmp_path / "1" / "predictions_validation.csv").open(encoding="utf-8")))
+    weight = {"0": 40 / (2 * 30), "1": 40 / (2 * 10)}  # as scikit-learn's "balanced"
+    wanted = sum(-weight[row["label"]] * math.log(float(row[f"p_{row['label']}"])) for row in found) / 40
+    for num_processes in (1, 2):
+        (trained,) = lines(tmp_path / str(num_processes), "loss")
+        (judged,) = lines(tmp_path / str(num_processes), "eval_loss")
+        assert trained["loss"] == pytest.approx(wanted, rel=1e-4), "probabilities have six digits"
+        assert judged["eval_loss"] == pytest.approx(trained["loss"], rel=1e-5)

@@ -39,25 +39,24 @@ def loading(name: str):
         logging.set_verbosity(verbosity)
 
 
-def head_for(config, label_names: tuple[str, ...]) -> tuple[dict[str, str] | None, list[str]]:
-    """Return how to load a model whose saved classes may be others, as `key_mapping`, and a note on its head.
+def renew_head(model, saved, label_names: tuple[str, ...]) -> list[str]:
+    """Give a loaded model a new classification layer unless the saved one is for these labels; return a note.
 
-    A head that was trained for other labels is not loaded: its outputs would get wrong names.
+    `saved` is the configuration of the saved model. A head that was trained for other labels would give its outputs
+    wrong names.
     """
-    import torch
     from transformers import AutoModelForSequenceClassification
 
-    saved = tuple(config.id2label.values())
-    is_classifier = any("ForSequenceClassification" in name for name in config.architectures or ())
-    if not is_classifier:
-        return None, ["the classification layer is new: the saved model has none"]
-    if len(saved) == len(label_names) and (saved == label_names or saved[0] == "LABEL_0"):
-        return None, ["the classification layer is the saved one: it has the same labels"]
-    with torch.device("meta"):
-        model = AutoModelForSequenceClassification.from_config(config)
-    heads = {name.split(".")[0] for name in model.state_dict()} - {model.base_model_prefix}
-    note = f"the classification layer is new: the saved one has the labels {', '.join(saved[:20])}"
-    return {rf"^{head}\.": f"saved_{head}." for head in heads}, [note]
+    names = tuple(saved.id2label.values())
+    if not any("ForSequenceClassification" in name for name in saved.architectures or ()):
+        return ["the classification layer is new: the saved model has none"]
+    if len(names) == len(label_names) and (names == label_names or names[0] == "LABEL_0"):
+        return ["the classification layer is the saved one: it has the same labels"]
+    fresh = AutoModelForSequenceClassification.from_config(model.config)
+    for name, layer in fresh.named_children():
+        if name != model.base_model_prefix:
+            getattr(model, name).load_state_dict(layer.state_dict())
+    return [f"the classification layer is new: the saved one has the labels {', '.join(names[:20])}"]
 
 
 def padding_notes(tokenizer) -> list[str]:
