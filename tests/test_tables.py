@@ -170,8 +170,13 @@ def test_packed_files_and_shards_are_read_as_one(monkeypatch):
         assert splits.notes[0] == f"3 files match 'data/*.{suffix}'"
     monkeypatch.setenv("HOME", str(Path.cwd()))
     assert read("~/data/*.csv", "~/data/**/*.csv").train.num_rows == 12
-    Path("data/part-1.csv").write_text("text,label\n")  # no rows: as some programs leave them
+    for empty in ("text,label\n", "\n"):  # as some programs leave them
+        write("data/part-1.csv", empty)
+        assert read("data/*.csv", "whole.jsonl").train.num_rows == 11
+    write("data/part-1.csv", Path("data/part-0.csv").read_text())
+    write("data/part-0.csv", "\n")
     assert read("data/*.csv", "whole.jsonl").train.num_rows == 11
+    write("data/part-0.csv", Path("data/part-1.csv").read_text())
     write("data/part-1.csv", "label,text\nno,a\n")  # another order of columns
     assert read("data/*.csv", "whole.jsonl").train["text"][5] == "a"
     write("data/part-1.csv", "text,label\na,no\nb,\n")
@@ -180,6 +185,13 @@ def test_packed_files_and_shards_are_read_as_one(monkeypatch):
     refuse("data/part-1.csv, row 2 (line 3)", "1 cells", train_file="data/*.csv")
     write("data/part-1.csv", "text,label,more\na,no,b\n")
     refuse("data/part-1.csv", "'more'", "data/part-0.csv", train_file="data/*.csv")
+    names = parquet("data/part-1.parquet", CLASS_NAMES, text=["a"], label=[0])
+    refuse(names, "class names are not those of data/part-0.parquet", train_file="data/*.parquet")
+    write("lines-1.jsonl", [{"text": "a"}, {"text": "b"}])
+    write("lines-2.jsonl", [{"more": 1, "text": "a", "label": "no"}])
+    refuse("lines-1.jsonl", "no column 'label' for test", train_file="whole.jsonl", test_file="lines-*.jsonl")
+    write("lines-1.jsonl", [{"text": "a", "label": "no"}, {"text": "b", "more": 2, "label": "no"}])
+    assert read("whole.jsonl", test="lines-*.jsonl").test["text"][:] == ["a", "b", "a"]
     write("bracket[1].csv", ROWS)
     assert read("bracket[1].csv").source["rows"]["train"] == 10  # a name, not a pattern
 
@@ -210,6 +222,8 @@ def test_tsv_is_read_with_quoted_cells_and_with_quotes_as_they_are():
     assert read(write("c.tsv", swallows), "c.tsv").train["sentence1"][:] == ['"one', 'three"', "a"]
     note = "(can be read both ways: 2 rows with quoted cells, 3 with quotes as they are)"
     assert f"c.tsv: quotes are read as they are {note}" in read("c.tsv", "c.tsv").notes
+    rare = glue[: glue.index("0")] + '0\t"one\ttwo\n1\ta\tb\n2\tc\td\n1\tthree"\tfour\n1\ta\tb\n'
+    assert read(write("d.tsv", rare), "d.tsv").label_names == ("0", "1", "2")  # one strange label of three is none
 
 
 @pytest.mark.parametrize("columns", [("label", "text"), ("text", "label"), ("label", "idx", "text")])
@@ -664,6 +678,7 @@ def test_unreadable_tables_are_refused_with_the_place():
     refuse_train("text,label,text\na,0,b\n", "'text'", "more than once")
     refuse_train("text,label\n", "has no rows")
     refuse_train(" \n", "has no rows")
+    refuse_train("\n\n", "has no rows")
     refuse_train("text,label\na,0\ncafé,1\n".encode("latin-1"), "line 3", "UTF-8", "iconv")
     refuse_train("text,label\na,0\n".encode("utf-16"), "UTF-8", "UTF-16")
     refuse_train("text,label\na,0\nb\0,1\n", "line 3", "NUL")
@@ -676,6 +691,10 @@ def parquet(name, schema=None, **columns) -> str:
     arrays = [column if isinstance(column, pyarrow.Array) else pyarrow.array(column) for column in columns.values()]
     pyarrow.parquet.write_table(pyarrow.Table.from_arrays(arrays, [*columns], metadata=schema), name)
     return name
+
+
+FEATURES = {"label": {"_type": "ClassLabel", "names": ["n", "p"]}, "scan": {"_type": "Hologram"}}  # not known here
+CLASS_NAMES = {"huggingface": json.dumps({"info": {"features": FEATURES}})}
 
 
 def test_only_the_used_columns_of_parquet_are_read():
@@ -696,13 +715,10 @@ def test_only_the_used_columns_of_parquet_are_read():
         refuse("a.parquet", "row 1", f"'{column}'", train_file=name, text_columns=[column])
     for column in ("map", "took", "when", "list", "bytes"):
         refuse("a.parquet", "row 1", f"'{column}'", train_file=name, label_column=column)
-    features = {"text": {"_type": "Value", "dtype": "string"}, "label": {"_type": "ClassLabel", "names": ["n", "p"]}}
-    for ids, more in (([1, 0], {}), ([1, 0], {"scan": {"_type": "Hologram"}})):
-        meta = {"huggingface": json.dumps({"info": {"features": features | more}})}
-        name = parquet("b.parquet", meta, text=texts, label=ids, scan=texts)
-        assert read(name, name).label_names == ("n", "p") and read(name, name).train["label"][:] == ids
+    name = parquet("b.parquet", CLASS_NAMES, text=texts, label=[1, 0], scan=texts)
+    assert read(name, name).label_names == ("n", "p") and read(name, name).train["label"][:] == [1, 0]
     for ids in ([1, 2], [0, -2], [0, 7]):
-        wrong = parquet("c.parquet", meta, text=texts, label=ids)
+        wrong = parquet("c.parquet", CLASS_NAMES, text=texts, label=ids)
         refuse("c.parquet, row 2", f"'label' is {ids[1]}", "2 classes, 0 to 1", train_file=wrong)
     twice = pyarrow.Table.from_arrays([pyarrow.array(texts)] * 3, ["text", "label", "label"])
     pyarrow.parquet.write_table(twice, "d.parquet")

@@ -66,7 +66,7 @@ def open_table(name: str, columns: list[str], label_column: str) -> Table:
     if kind == ".tsv":
         delimiter = "\t"
         quoting = _tsv_quoting(name, label_column, notes)
-    header, *first = itertools.islice(_csv_rows(name, delimiter, quoting), 2) or [[]]
+    header, *first = list(itertools.islice(_csv_rows(name, delimiter, quoting), 2)) or [[]]
 
     def chunks(names: list[str]) -> Iterator[list[list]]:
         places = [header.index(column) for column in names]
@@ -168,7 +168,7 @@ def _tsv_quoting(name: str, label_column: str, notes: list[str]) -> int:
     """Return how to read a TSV: with quoted cells (spreadsheets) or with quotes as they are (GLUE).
 
     Where only one way gives rows of one length, it is that one. Where both do, a quoted cell spans several lines that
-    could be rows themselves. They are rows, unless this would bring in labels that no other row has.
+    could be rows themselves. They are rows, unless most of them would bring in labels that no other row has.
     """
     with _opened(name, binary=True) as file:
         if not any(b'"' in block for block in iter(lambda: file.read(BLOCK), b"")):
@@ -189,7 +189,8 @@ def _tsv_quoting(name: str, label_column: str, notes: list[str]) -> int:
     quoted, plain = readings.values()
     if quoted.total() == plain.total():
         return csv.QUOTE_MINIMAL
-    is_quoted = bool(plain.keys() - quoted.keys())
+    strange = sum(count for label, count in plain.items() if label not in quoted)
+    is_quoted = 2 * strange > plain.total() - quoted.total()
     how = "cells in quotes may span lines" if is_quoted else "quotes are read as they are"
     counts = f"{quoted.total()} rows with quoted cells, {plain.total()} with quotes as they are"
     notes.append(f"{name}: {how} (can be read both ways: {counts})")
@@ -238,7 +239,7 @@ def _json_lines(name: str) -> Iterator:
         try:
             yield json.loads(line)
         except json.JSONDecodeError as error:
-            if is_first:  # one object on several lines
+            if is_first and error.pos >= len(line.rstrip()):  # one object on several lines
                 with contextlib.suppress(json.JSONDecodeError):
                     yield json.loads(line + "".join(lines))
                     return

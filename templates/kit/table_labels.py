@@ -48,7 +48,7 @@ def label_name(value, class_names: list[str] | None = None) -> str | None:
 def class_order(labels: Iterable[str]) -> list[str]:
     """Return the labels in the order of their class ids: by value where all are numbers, else by code point."""
     labels = list(labels)
-    return sorted(labels, key=int if all(re.fullmatch(r"-?[0-9]+", label) for label in labels) else str)
+    return sorted(labels, key=int if all(re.fullmatch(r"-?[0-9]{1,4000}", label) for label in labels) else str)
 
 
 def look_alikes(labels: Iterable[str]) -> tuple[list[list[str]], list[list[str]]]:

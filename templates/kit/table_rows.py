@@ -150,21 +150,21 @@ def write_rows(rows: Rows, mask: "np.ndarray", text_columns, label_names, work: 
 
     places = {name: place for place, name in enumerate(label_names)}
     ids = np.array([*(places[name] for name in rows.names), -1])  # the code -1 is the last
-    digest, begin, stored = hashlib.sha256(), 0, work / "split"
+    digest, separator, begin, stored = hashlib.sha256(), "", 0, work / "split"
     with (
         pyarrow.OSFile(str(rows.file)) as file,
         pyarrow.ipc.open_stream(file) as batches,
         pyarrow.OSFile(str(stored), "wb") as out,
         pyarrow.ipc.new_stream(out, batches.schema) as writer,
     ):
-        separator = ""
         for batch in batches:
             kept = np.flatnonzero(mask[begin : begin + len(batch)])
             *texts, codes = batch.take(pyarrow.array(kept)).columns
             numbers = (kept + begin + 1).tolist()
-            for line in _lines(numbers, [column.to_pylist() for column in texts], codes.to_pylist(), rows.names):
-                digest.update(f"{separator}{line}".encode())
-                separator = "\n"
+            lines = _lines(numbers, [column.to_pylist() for column in texts], codes.to_pylist(), rows.names)
+            content = "\n".join(lines)
+            digest.update(f"{separator if content else ''}{content}".encode())
+            separator = "\n" if content else separator
             columns = [*texts, pyarrow.array(ids[codes.to_numpy()])]
             writer.write_batch(pyarrow.RecordBatch.from_arrays(columns, schema=batches.schema))
             begin += len(batch)

@@ -182,13 +182,14 @@ def _hub_splits(dataset_name: str, config: str | None) -> dict[str, tuple[str, "
 def _shards(names: list[str], text_columns: list[str], label_column: str) -> list[Table]:
     """Open the files of a split; all of them have the same columns."""
     tables = [open_table(name, text_columns, label_column) for name in names]
-    first = tables[0]
-    for table in tables[1:]:
-        if set(table.names) != set(first.names) and not (table.is_empty or first.is_empty):
-            there = f"{show.repr(table.names)}, those of {first.where} are {show.repr(first.names)}"
+    named = [table for table in tables if table.names]  # a file of blank lines has no columns
+    is_json = kind_of(names[0]) in (".json", ".jsonl")  # whose objects may have different keys
+    for table in named[1:]:
+        if set(table.names) != set(named[0].names) and not is_json:
+            there = f"{show.repr(table.names)}, those of {named[0].where} are {show.repr(named[0].names)}"
             raise UserError(f"{table.where}: its columns are {there}: one split needs the same in all files")
-        if table.class_names != first.class_names:
-            raise UserError(f"{table.where}: its class names are not those of {first.where}")
+        if table.class_names != named[0].class_names:
+            raise UserError(f"{table.where}: its class names are not those of {named[0].where}")
     return tables
 
 
@@ -205,7 +206,7 @@ def _read(tables: dict[str, list[Table]], text_columns, label_column, fraction, 
     text_columns = tuple(text_columns or _find_text_columns(train, label_column, notes))
     rows = {}
     for split, shards in tables.items():
-        is_labelled = split != "test" or label_column in shards[0].names
+        is_labelled = split != "test" or any(label_column in table.names for table in shards)
         for table in shards:
             _check_columns(split, table, [*text_columns, label_column] if is_labelled else text_columns)
         ranked_by = seed if is_carved and split == "train" else None
