@@ -367,6 +367,8 @@ def test_truth_values_are_one_pair_of_labels_in_every_kind_of_file():
     assert read(others[1], trains[0]).validation["label"][:] == [int(i % 3 > 0) for i in range(12)]
     three = write("three.csv", "text,label\na,True\nb,False\nc,half\n")
     refuse("'true'", "looks like 'True'", train_file=three, validation_file=others[1])
+    mixed = write("mixed.csv", "text,label\na,True\nb,False\nc,true\n")
+    assert read(mixed, mixed).validation["label"][:] == [1, 0, 2]
 
 
 TRUTH = [("True", "False"), ("true", "false"), ("TRUE", "FALSE")]
@@ -693,7 +695,8 @@ def parquet(name, schema=None, **columns) -> str:
     return name
 
 
-FEATURES = {"label": {"_type": "ClassLabel", "names": ["n", "p"]}, "scan": {"_type": "Hologram"}}  # not known here
+FEATURES = {"label": {"_type": "ClassLabel", "names": ["n", "p"]}}
+FEATURES |= {"scan": {"_type": "Hologram"}, "tags": [{"_type": "Value", "dtype": "string"}]}  # others' business
 CLASS_NAMES = {"huggingface": json.dumps({"info": {"features": FEATURES}})}
 
 

@@ -295,7 +295,10 @@ def _parquet_table(name: str) -> Table:
         schema, num_rows = file.schema_arrow, file.metadata.num_rows
         described = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
     features = described.get("info", {}).get("features", {})
-    class_names = {column: kind["names"] for column, kind in features.items() if kind.get("_type") == "ClassLabel"}
+    is_class = {
+        column: isinstance(kind, dict) and kind.get("_type") == "ClassLabel" for column, kind in features.items()
+    }
+    class_names = {column: kind["names"] for column, kind in features.items() if is_class[column]}
 
     def chunks(names: list[str]) -> Iterator[list[list]]:
         twice = [column for column in names if schema.names.count(column) > 1]

@@ -206,22 +206,8 @@ def _read(tables: dict[str, list[Table]], text_columns, label_column, fraction, 
     text_columns = tuple(text_columns or _find_text_columns(train, label_column, notes))
     rows = {}
     for split, shards in tables.items():
-        is_labelled = split != "test" or any(label_column in table.names for table in shards)
-        for table in shards:
-            _check_columns(split, table, [*text_columns, label_column] if is_labelled else text_columns)
         ranked_by = seed if is_carved and split == "train" else None
-        rows[split] = read_rows(
-            shards, text_columns, label_column if is_labelled else None, work / f"{split}.rows", ranked_by
-        )
-        hidden = rows[split].codes.count(-1)
-        if split == "test" and hidden == len(rows[split].codes):
-            why = "hidden" if is_labelled else f"no column {label_column!r} among {show.repr(shards[0].names)}"
-            notes.append(f"test has no labels ({why}): predictions only")
-        elif hidden:
-            wrong = f"{hidden} of {len(rows[split].codes)} rows of {split} have no label (empty, null or -1)"
-            cure = "label them or take them out, and call no class -1"
-            where = f"{shards[0].where}: {wrong} in {label_column!r}, the first is {rows[split].first_hidden}"
-            raise UserError(f"{where}: {cure}")
+        rows[split] = _read_split(split, shards, text_columns, label_column, work / f"{split}.rows", ranked_by, notes)
     label_names = _label_names(train, label_column, rows["train"], notes)
     for split in tables:
         _check_known(split, rows[split], rows["train"].names, label_names)
@@ -253,6 +239,23 @@ def _read(tables: dict[str, list[Table]], text_columns, label_column, fraction, 
         "notes": notes,
         "splits": {split: name for split, (_, name) in stored.items()},
     }
+
+
+def _read_split(split: str, shards: list[Table], text_columns, label_column, file: Path, seed, notes) -> Rows:
+    """Return the checked rows of a split; only a test split may lack labels. `seed`: rank the rows to be carved."""
+    is_labelled = split != "test" or any(label_column in table.names for table in shards)
+    for table in shards:
+        _check_columns(split, table, [*text_columns, label_column] if is_labelled else text_columns)
+    rows = read_rows(shards, text_columns, label_column if is_labelled else None, file, seed)
+    hidden, count = rows.codes.count(-1), len(rows.codes)
+    if split == "test" and hidden == count:
+        why = "hidden" if is_labelled else f"no column {label_column!r} among {show.repr(shards[0].names)}"
+        notes.append(f"test has no labels ({why}): predictions only")
+    elif hidden:
+        wrong = f"{hidden} of {count} rows of {split} have no label (empty, null or -1) in {label_column!r}"
+        cure = "label them or take them out, and call no class -1"
+        raise UserError(f"{rows.where}: {wrong}, the first is {rows.first_hidden}: {cure}")
+    return rows
 
 
 # Columns
@@ -315,7 +318,7 @@ def _label_names(train: Table, label_column: str, rows: Rows, notes: list[str]) 
 def _check_known(split: str, rows: Rows, known: list[str], label_names: tuple[str, ...]) -> None:
     """Refuse labels that train has not; 'true' and TRUE are its True where it has nothing but truth values."""
     truth = {name.lower(): name for name in known}
-    if truth.keys() == {"true", "false"}:
+    if len(known) == 2 and truth.keys() == {"true", "false"}:
         rows.names = [truth.get(name.lower(), name) for name in rows.names]
     unknown = sorted(set(rows.names) - set(known))
     if unknown:
