@@ -38,6 +38,7 @@ class Rows:
     )  # hashes of the texts; they mean nothing to other processes
     ranks: bytearray = field(default_factory=bytearray)  # 8 bytes a row: those with the smallest are carved out
     first_hidden: str = ""  # the place of the first row without a label
+    first_blank: str = ""  # the place of the first label with blanks around it
 
 
 def read_rows(shards: list[Table], text_columns, label_column: str | None, file: Path, seed: int | None) -> Rows:
@@ -92,6 +93,8 @@ def _coder(table: Table, label_column: str | None, rows: Rows, codes: dict[str, 
             raise UserError(f"{table.where}, row {number}: {label_column!r} {error}") from None
         if name is None:
             return -1
+        if isinstance(value, str) and value != value.strip():
+            rows.first_blank = rows.first_blank or f"{table.where}, row {number}"
         if name not in codes:
             codes[name] = len(codes)
             rows.names.append(name)

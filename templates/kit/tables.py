@@ -247,6 +247,8 @@ def _read_split(split: str, shards: list[Table], text_columns, label_column, fil
     for table in shards:
         _check_columns(split, table, [*text_columns, label_column] if is_labelled else text_columns)
     rows = read_rows(shards, text_columns, label_column if is_labelled else None, file, seed)
+    if rows.first_blank:
+        notes.append(f"labels in {label_column!r} have blanks around them ({rows.first_blank}): read without them")
     hidden, count = rows.codes.count(-1), len(rows.codes)
     if split == "test" and hidden == count:
         why = "hidden" if is_labelled else f"no column {label_column!r} among {show.repr(shards[0].names)}"
