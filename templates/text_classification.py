@@ -29,15 +29,15 @@ class Settings(TrainingSettings):
     dataset_config_name: str | None = None
     """Configuration of that dataset, such as mrpc of nyu-mll/glue."""
     train_file: str | None = None
-    """CSV, TSV, JSON, JSON lines or Parquet."""
+    """CSV, TSV, JSON, JSON lines or Parquet; .gz too. A pattern such as 'data/*.csv.gz' reads several files as one."""
     validation_file: str | None = None
     """If there is neither a file nor a split, validation_fraction of the training data is taken."""
     test_file: str | None = None
     """Scored once, with the best model. Without labels it gets predictions.csv instead."""
     text_columns: list[str] | None = None
-    """One or two columns, as '[first, second]'. Unset: found by the usual names."""
+    """One or two columns, as '[first, second]'. Unset: the usual names, or the only column with words."""
     label_column: str = "label"
-    """Labels may be strings or integers."""
+    """Labels may be strings, booleans or integers."""
     validation_fraction: OpenUnitInterval = 0.1
     """Share of the training data that becomes the validation split where there is none; stratified, by seed."""
     max_length: PositiveInt = 128

@@ -40,7 +40,7 @@ def class_weights(kind: str | None, labels: Sequence[int], device: torch.device)
 
 def describe_labels(label_names: tuple[str, ...]) -> str:
     """Return one line for the banner: the labels, and what f1 means for them."""
-    f1 = f"f1 is that of {label_names[1]}" if len(label_names) == 2 else "f1 is the mean over the labels"
+    f1 = f"f1 is that of {label_names[1]}" if len(label_names) == 2 else "f1 is the mean over the labels that occur"
     shown = [
         label.encode("unicode_escape").decode() if not label.isprintable() else label for label in label_names[:20]
     ]
