@@ -1,5 +1,6 @@
 """A mistake costs one line that names the value, the place and the cure."""
 
+import os
 import subprocess
 import sys
 
@@ -58,6 +59,10 @@ RECIPES = {
     "seed: 1\nseed: 2": "recipe {}: seed is there twice",
     "1: 2": "recipe {}: 1 is no name of a setting",
     b"\xff\xfe": "recipe {}: it is not YAML",
+    "seed: 012": "recipe {}: seed: YAML reads 012 as 10: write that number",
+    "max_train_steps: 1:30": "recipe {}: max_train_steps: YAML reads 1:30 as 90: write that number",
+    "label_column: on": "label_column: 'on' is not a text (recipe {}); quote it in YAML: 'on'",
+    "output_dir: 2024": "output_dir: '2024' is not a text (recipe {}); quote it in YAML: '2024'",
 }
 
 
@@ -140,3 +145,50 @@ def test_the_tested_ranges_are_those_of_pyproject():
         assert re.search(rf'"{name}>={re.escape(low)},<{re.escape(high)}"', text), name
     assert untested({"torch": "2.14.1+cu130"}) == []
     assert untested({"torch": "3.0"}) == ["torch 3.0 is outside the tested range (2.14 to below 3)"]
+
+
+def test_a_tilde_is_the_home_folder_in_every_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "recipe.yaml").write_text("output_dir: ~/runs/a\nmodel_name_or_path: ~/model\nlabel_column: ~\n")
+    for arguments in (["--config=~/recipe.yaml"], ["--config", "~/recipe.yaml"]):
+        settings = parse_settings(Settings, "", [*arguments, "--train_file=~/a.csv", "--label_column", "~odd"])
+        assert settings.output_dir == str(tmp_path / "runs" / "a")
+        assert settings.model_name_or_path == str(tmp_path / "model")
+        assert settings.train_file == str(tmp_path / "a.csv")
+        assert settings.label_column == "~odd", "no path of anybody's"
+
+
+@pytest.mark.parametrize("script", ["text_classification", "image_classification", "blank"])
+def test_a_reader_that_has_enough_ends_help_quietly(script):
+    command = f'"{sys.executable}" "{TEMPLATES / script}.py" --help | head -1'
+    answer = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert answer.stdout.startswith(f"usage: {script}.py")
+    assert answer.stderr == ""
+
+
+def test_a_folder_for_caches_that_cannot_be_used_is_one_line_with_its_variable(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    for variable in ("HF_HOME", "HOME"):
+        environment = {name: value for name, value in os.environ.items() if name not in ("HF_HOME", "XDG_CACHE_HOME")}
+        environment |= {variable: str(tmp_path / "file")}
+        command = [sys.executable, str(TEMPLATES / "blank.py"), "--output_dir", str(tmp_path / "run")]
+        answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+        assert answer.returncode == 1, answer.stderr
+        (line,) = answer.stderr.strip().splitlines()
+        assert str(tmp_path / "file") in line and "HF_HOME" in line
+
+
+def test_a_screen_that_cannot_show_a_name_ends_no_run(tmp_path):
+    environment = os.environ | {"PYTHONIOENCODING": "cp1252"}
+    command = [
+        sys.executable,
+        str(TEMPLATES / "blank.py"),
+        "--output_dir",
+        str(tmp_path / "日本"),
+        "--max_train_steps",
+        "1",
+    ]
+    for words in (b"done ", b"is done"):
+        answer = subprocess.run(command, env=environment, capture_output=True, timeout=100)
+        assert answer.returncode == 0, answer.stderr
+        assert words in answer.stdout

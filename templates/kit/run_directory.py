@@ -78,6 +78,11 @@ def check_run_directory(settings: TrainingSettings, data_sha256: dict | None = N
     changes = differences(run["numbers"], numbers_in_force(settings))
     if data_sha256 is not None:
         changes += [f"data of {change}" for change in differences(run["data"]["sha256"], data_sha256)]
+    if run["status"] == "done" and changes and all(change.startswith("test_file ") for change in changes):
+        raise UserError(
+            f"{output_dir} is done, with another test_file ({'; '.join(changes)}): to score more data"
+            f" with its best model use `make predict RUN={output_dir} DATA=FILE`"
+        )
     if changes:
         raise UserError(
             f"{output_dir} holds another run: {'; '.join(changes)}. Choose another --output_dir,"
