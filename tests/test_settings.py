@@ -1,5 +1,6 @@
 """A mistake costs one line that names the value, the place and the cure."""
 
+import json
 import os
 import subprocess
 import sys
@@ -192,3 +193,13 @@ def test_a_screen_that_cannot_show_a_name_ends_no_run(tmp_path):
         answer = subprocess.run(command, env=environment, capture_output=True, timeout=100)
         assert answer.returncode == 0, answer.stderr
         assert words in answer.stdout
+
+
+def test_a_launcher_of_several_processes_ends_its_own_traceback_with_the_line(tmp_path):
+    environment = os.environ | {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    command = [sys.executable, str(TEMPLATES / "blank.py"), "--seed", "x"]
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    shown = json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]["py_callstack"]
+    assert (
+        shown == answer.stderr.strip().splitlines()[-1] == "error: seed: 'x' is not a whole number >= 0 (command line)"
+    )

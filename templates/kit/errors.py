@@ -65,7 +65,7 @@ def exit_codes(is_start: bool = False):
 def _tell_launcher(line: str) -> None:
     """Let torch's launcher end its own traceback with this line."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        message = {"message": line, "extraInfo": {"py_callstack": "", "timestamp": str(int(time.time()))}}
+        message = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
         with suppress(OSError):
             Path(path).write_text(json.dumps({"message": message}), "utf-8")
 
