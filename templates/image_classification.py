@@ -400,7 +400,8 @@ def main(settings: Settings) -> None:
                 predicted = predict(accelerator, model, criterion, evaluation_loader(rows), run)
                 if predicted is None:
                     run.leave()
-                path, inputs = run.path / f"predictions_{split}.csv", {"name": [item.name for item in items]}
+                path = run.path / f"predictions_{split}.csv"
+                inputs = {"name": [item.name for item in items]}
                 details = on_main(accelerator, write_predictions, path, predicted, splits.label_names, inputs)
                 run.note_split(split, details and on_main(accelerator, score, predicted), details)
         run.finish("image-classification", TIMM)

@@ -311,10 +311,8 @@ def main(settings: Settings) -> None:
                 predicted = predict(accelerator, model, criterion, evaluation_loader(rows), run)
                 if predicted is None:
                     run.leave()
-                path, inputs = (
-                    run.path / f"predictions_{split}.csv",
-                    {name: texts[name] for name in splits.text_columns},
-                )
+                path = run.path / f"predictions_{split}.csv"
+                inputs = {name: texts[name] for name in splits.text_columns}
                 details = on_main(accelerator, write_predictions, path, predicted, splits.label_names, inputs)
                 run.note_split(split, details and on_main(accelerator, score, predicted), details)
         run.finish("text-classification", transformers_call(len(splits.text_columns), settings.max_length))

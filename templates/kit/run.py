@@ -360,15 +360,10 @@ class Run:
         ending = explain(error, self.stop, size, self.state)
         process = f"process {index}: " if (index := self.accelerator.process_index) else ""
         memory = self._memory_facts(ending.smaller_micro_batch_size) if ending.smaller_micro_batch_size else None
-        self.log.leave_note(
-            {
-                "status": ending.status,
-                "cause": process + ending.cause,
-                "memory": memory,
-                "is_lost_connection": ending.is_lost_connection,
-            }
-        )
-        first = self.log.first_note()
+        note = {"status": ending.status, "cause": process + ending.cause, "memory": memory}
+        note["is_lost_connection"] = ending.is_lost_connection
+        self.log.leave_note(note)
+        first = self.log.first_note() or note
         is_stopped = first["status"] == "stopped"
         if is_stopped:
             if self.accelerator.is_main_process and first["memory"] is None:
