@@ -15,7 +15,7 @@ from kit.image_cache import open_cache
 from kit.image_files import EncodedImage
 from kit.image_sources import find_images
 from kit.images import ImageDataset
-from pictures import TRAINING, make_pets, photo, seen
+from photos import TRAINING, make_pets, photo, seen
 
 
 @pytest.fixture

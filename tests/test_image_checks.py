@@ -17,7 +17,7 @@ from kit.image_checks import check_images, scan
 from kit.image_files import EncodedImage, decode
 from kit.image_sources import find_images, leave_out
 from kit.images import ImageDataset
-from pictures import (
+from photos import (
     ROOT,
     TRAINING,
     jpeg_bytes,

@@ -15,7 +15,7 @@ from kit.errors import UserError
 from kit.image_files import SUFFIXES, EncodedImage, ImageItem, decode
 from kit.image_sources import find_images
 from kit.images import ImageDataset
-from pictures import ROOT, TRAINING, jpeg_bytes, photo, seen, write_every_mode
+from photos import ROOT, TRAINING, jpeg_bytes, photo, seen, write_every_mode
 
 
 def test_every_mode_is_decoded_to_the_rgb_that_it_shows(tmp_path):  # report 26

@@ -17,7 +17,7 @@ from kit.image_checks import check_images, scan
 from kit.image_folders import class_from_name, split_of
 from kit.image_sources import find_images
 from kit.images import ImageDataset
-from pictures import ROOT, jpeg_bytes, make_pets, names, photo, write_classes
+from photos import ROOT, jpeg_bytes, make_pets, names, photo, write_classes
 
 
 def test_strangers_in_the_folder_are_ignored_and_counted(tmp_path):  # report 70

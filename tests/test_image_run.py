@@ -21,7 +21,7 @@ from kit.images import ImageDataset
 from kit.model_card import TIMM
 from kit.settings import numbers_in_force
 from made_image_classification import settings_for
-from pictures import make_pets, photo, spoil, write_classes, write_every_mode
+from photos import make_pets, photo, spoil, write_classes, write_every_mode
 from worlds import World, largest_difference, lines, numbers, same_weights, weights
 
 TEMPLATE = "image_classification"

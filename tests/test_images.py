@@ -18,7 +18,7 @@ from kit.image_cache import open_cache
 from kit.image_files import EncodedImage, ImageItem
 from kit.image_sources import find_images
 from kit.images import Box, ImageDataset, Mixing, NormalisedBatches, centre_box, random_box, resized_crop
-from pictures import TRAINING, make_pets, photo, seen
+from photos import TRAINING, make_pets, photo, seen
 
 
 def test_a_crop_equals_pillows_resize_of_the_box():

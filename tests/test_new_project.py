@@ -4,7 +4,6 @@ Everything starts from a snapshot of this working tree, committed in a repositor
 """
 
 import ast
-import difflib
 import json
 import os
 import re
@@ -211,15 +210,6 @@ def test_the_workflow_runs_targets_that_there_are(projects):
     for command in commands:
         target = command.split()[1]
         assert f"\n{target}:" in (projects["blank"] / "Makefile").read_text("utf-8"), command
-
-
-def test_the_blank_loop_is_that_of_the_text_template():
-    loops = []
-    for name in ("text_classification", "blank"):
-        lines = (REPOSITORY / "templates" / f"{name}.py").read_text("utf-8").splitlines()
-        loops.append([line.strip() for line in lines[lines.index("        # Resume") :]])
-    own = [line[2:] for line in difflib.ndiff(*loops) if line.startswith("+ ")]
-    assert len(own) <= 6, "\n".join(own)
 
 
 # ---------------------------------------------------------------------------------------------------------- it runs

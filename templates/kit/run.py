@@ -1,6 +1,7 @@
 """The books of a training run: where it stands, what is due, what all processes agreed on, what is written."""
 
 import math
+import signal
 import time
 import traceback
 from collections.abc import Iterable, Iterator
@@ -163,7 +164,12 @@ class Run:
         iterator = iter(loader)
         while True:
             began = time.perf_counter()
-            batch = self.stop.next_of(iterator)
+            try:
+                batch = self.stop.next_of(iterator)
+            except (ConnectionError, EOFError) as error:  # the connection to a worker, unless its own error came back
+                if self.settings.num_workers == 0 or str(error).startswith("Caught "):
+                    raise
+                raise RuntimeError("DataLoader worker was lost: its connection broke") from error
             self.seconds["data"] += time.perf_counter() - began
             if batch is None:
                 return
@@ -356,6 +362,8 @@ class Run:
 
     def _end_early(self, error: BaseException) -> None:
         """End a run in which some process failed, cannot go on, or only lost its connection to one that did."""
+        if hasattr(signal, "SIGCHLD"):
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises once more for a dead worker
         size = min(self.sampler.micro_batch_size, self.sampler.largest_share) if self._window else None
         ending = explain(error, self.stop, size, self.state)
         process = f"process {index}: " if (index := self.accelerator.process_index) else ""
