@@ -27,6 +27,7 @@ LIMIT = 30  # seconds for one run of a mutant that hangs
 SIMPLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.Break, ast.Continue, ast.Return, ast.If, ast.For)
 FUNCTIONS = ("summed_loss", "train_step", "predict", "score", "evaluate")
 FIRST = (
+    "test_a_step_clips",
     "test_it_is_the_plain_loop",
     "test_any_split_of_a_step",
     "test_gradients_are_exchanged",
