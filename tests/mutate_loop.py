@@ -1,11 +1,13 @@
-"""Delete each line of a template's loop in turn, and see whether a test that travels with it fails.
+"""Spoil each line of a template's loop in turn, and see whether a test that travels with it fails.
 
     python tests/mutate_loop.py blank
-    python tests/mutate_loop.py text_classification --lines 480-520
+    python tests/mutate_loop.py image_classification --lines 290-320
+    python tests/mutate_loop.py blank -k "clips or plain_loop"
 
-A statement is deleted; of an `if` or `with` also the first line alone, so that its body always runs. What no test
-notices is listed at the end. Each mutant is forked from this process, so the imports are paid once; about five seconds
-each on a quiet machine, and the time of the whole suite for each that survives.
+The loop is the functions around a step and `main` from the run on. A statement is deleted; of an `if` or `with` also
+the first line alone, so that its body always runs; a condition is negated, a factor dropped. What no test notices is
+listed at the end. Each mutant is forked from this process, so the imports are paid once: two to ten seconds each, and
+the time of the whole suite for each that survives.
 """
 
 import argparse
@@ -64,6 +66,9 @@ def ways(node: ast.AST) -> list[tuple[str, list[ast.AST]]]:
     result = []
     if isinstance(node, SIMPLE) and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
         result.append(("deleted", [ast.Pass()]))
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        calls = [argument for argument in node.value.args if isinstance(argument, ast.Call)]
+        result += [(f"{ast.unparse(call.func)} alone", [ast.Expr(call)]) for call in calls]
     if isinstance(node, ast.With | ast.If) and not getattr(node, "orelse", None):
         result.append(("first line deleted", node.body))
     if isinstance(node, ast.With) and len(node.items) > 1:

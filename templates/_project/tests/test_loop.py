@@ -165,6 +165,17 @@ def test_a_step_clips_skips_and_counts(changed, scaler, grad_norm, is_scaler_ski
     assert limits == [settings.max_grad_norm or float("inf")]
 
 
+def test_a_model_is_judged_with_the_buffers_of_process_0(monkeypatch):
+    """Those of the others differ: the running statistics of BatchNorm come from their own micro-batches."""
+    shared, model = [], torch.nn.Linear(1, 1)
+    monkeypatch.setattr(MODULE, "share_buffers", lambda accelerator, model: shared.append((model, model.training)))
+    monkeypatch.setattr(MODULE, "gather_in_order", lambda *arguments: {})
+    run = SimpleNamespace(evaluation_batches=lambda loader: iter(()), is_stopped=False)
+    MODULE.predict(None, model, None, SimpleNamespace(dataset=[]), run)
+    assert shared == [(model, False)]
+    assert model.training
+
+
 # ------------------------------------------------------------------------------------------------ what it leaves behind
 
 
