@@ -31,6 +31,7 @@ FUNCTIONS = ("summed_loss", "train_step", "predict", "score", "evaluate")
 FIRST = (
     "test_a_step_clips",
     "test_it_is_the_plain_loop",
+    "test_auto_finds",
     "test_any_split_of_a_step",
     "test_gradients_are_exchanged",
     "test_it_stops_when",
