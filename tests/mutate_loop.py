@@ -1,11 +1,13 @@
-"""Delete each line of a template's loop in turn, and see whether a test that travels with it fails.
+"""Spoil each line of a template's loop in turn, and see whether a test that travels with it fails.
 
     python tests/mutate_loop.py blank
-    python tests/mutate_loop.py text_classification --lines 480-520
+    python tests/mutate_loop.py image_classification --lines 290-320
+    python tests/mutate_loop.py blank -k "clips or plain_loop"
 
-A statement is deleted; of an `if` or `with` also the first line alone, so that its body always runs. What no test
-notices is listed at the end. Each mutant is forked from this process, so the imports are paid once; about five seconds
-each on a quiet machine, and the time of the whole suite for each that survives.
+The loop is the functions around a step and `main` from the run on. A statement is deleted; of an `if` or `with` also
+the first line alone, so that its body always runs; a condition is negated, a factor dropped. What no test notices is
+listed at the end. Each mutant is forked from this process, so the imports are paid once: two to ten seconds each, and
+the time of the whole suite for each that survives.
 """
 
 import argparse
@@ -24,7 +26,19 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LIMIT = 30  # seconds for one run of a mutant that hangs
-SIMPLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.Break, ast.Continue, ast.Return)
+SIMPLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.Break, ast.Continue, ast.Return, ast.If, ast.For)
+FUNCTIONS = ("summed_loss", "train_step", "predict", "score", "evaluate")
+FIRST = (
+    "test_a_step_clips",
+    "test_it_is_the_plain_loop",
+    "test_auto_finds",
+    "test_any_split_of_a_step",
+    "test_gradients_are_exchanged",
+    "test_it_stops_when",
+    "test_the_best_model",
+    "test_a_step_that_is_not_finite",
+    "test_lines_come_when_due",
+)
 
 
 def assemble(template: str, folder: Path) -> None:
@@ -37,35 +51,85 @@ def assemble(template: str, folder: Path) -> None:
             (folder / f"{name}.py").unlink()
 
 
-def loop_statements(tree: ast.Module) -> list[tuple[list, int]]:
-    """Return (list, place) of each statement of `main` from the run directory on."""
-    (main,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
-    run = [node for node in main.body if isinstance(node, ast.With)][-1]
-    found, queue = [], [run.body]
-    while queue:
-        body = queue.pop()
-        for place, node in enumerate(body):
-            found.append((body, place))
-            queue += [part for name in ("body", "orelse") if (part := getattr(node, name, None))]
-    assert len(found) > 40, "the loop is not where it was"
-    return sorted(found, key=lambda item: item[0][item[1]].lineno)
+def is_of_the_loop(tree: ast.Module) -> set[int]:
+    """Return the line numbers of the functions around a step, and of `main` from the run on."""
+    found = set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name in (*FUNCTIONS, "main"):
+            part = node if node.name != "main" else [inner for inner in node.body if isinstance(inner, ast.With)][-1]
+            found |= set(range(part.lineno, part.end_lineno + 1))
+    assert len(found) > 75, "the loop is not where it was"
+    return found
+
+
+def ways(node: ast.AST) -> list[tuple[str, list[ast.AST]]]:
+    """Return (how, what takes its place) for each way to spoil a statement or an expression."""
+    result = []
+    if isinstance(node, SIMPLE) and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+        result.append(("deleted", [ast.Pass()]))
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        calls = [argument for argument in node.value.args if isinstance(argument, ast.Call)]
+        result += [(f"{ast.unparse(call.func)} alone", [ast.Expr(call)]) for call in calls]
+    if isinstance(node, ast.With | ast.If) and not getattr(node, "orelse", None):
+        result.append(("first line deleted", node.body))
+    if isinstance(node, ast.With) and len(node.items) > 1:
+        for item in node.items:
+            others = [other for other in node.items if other is not item]
+            result.append((f"without {ast.unparse(item)[:20]}", [ast.With(items=others, body=node.body)]))
+    if isinstance(node, ast.If):
+        negated = ast.UnaryOp(ast.Not(), node.test)
+        result.append(("negated", [ast.If(test=negated, body=node.body, orelse=node.orelse)]))
+    if isinstance(node, ast.IfExp):
+        result += [("always", [node.body]), ("never", [node.orelse])]
+        result.append(("swapped", [ast.IfExp(test=node.test, body=node.orelse, orelse=node.body)]))
+    if isinstance(node, ast.BoolOp):
+        for part in node.values:
+            others = [other for other in node.values if other is not part]
+            left = others[0] if len(others) == 1 else ast.BoolOp(op=node.op, values=others)
+            result.append((f"without {ast.unparse(part)[:20]}", [left]))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div):
+        result += [("left alone", [node.left]), ("right alone", [node.right])]
+    if isinstance(node, ast.FunctionDef) and node.decorator_list:
+        result.append(("undecorated", [undecorated := copy.copy(node)]))
+        undecorated.decorator_list = []
+    return result
+
+
+def exchange(tree: ast.Module, old: ast.AST, new: list[ast.AST]) -> None:
+    """Put `new` where `old` stands."""
+    for parent in ast.walk(tree):
+        for name, value in ast.iter_fields(parent):
+            if value is old:
+                setattr(parent, name, new[0])
+            elif isinstance(value, list) and any(part is old for part in value):
+                place = next(place for place, part in enumerate(value) if part is old)
+                value[place : place + 1] = new
 
 
 def mutants(source: str) -> list[tuple[int, str, str]]:
-    """Return (line number, how, mutated source) for every way to delete a line of the loop."""
+    """Return (line number, how, mutated source) for every way to spoil a line of the loop."""
     tree = ast.parse(source)
+    lines = is_of_the_loop(tree)
     result = []
-    for number, (body, place) in enumerate(loop_statements(tree)):
-        node = body[place]
-        ways = ["deleted"] if isinstance(node, (*SIMPLE, ast.If)) else []
-        if isinstance(node, ast.With) or (isinstance(node, ast.If) and not node.orelse):
-            ways.append("first line deleted")
-        for how in ways:
+    for number, node in enumerate(ast.walk(tree)):
+        if getattr(node, "lineno", None) not in lines:
+            continue
+        for way, (how, _) in enumerate(ways(node)):
             changed = copy.deepcopy(tree)
-            other, where = loop_statements(changed)[number]
-            other[where : where + 1] = other[where].body if how == "first line deleted" else [ast.Pass()]
+            spoilt = list(ast.walk(changed))[number]
+            exchange(changed, spoilt, ways(spoilt)[way][1])
             result.append((node.lineno, how, ast.unparse(ast.fix_missing_locations(changed))))
-    return result
+    return sorted(result, key=lambda mutant: mutant[0])
+
+
+class StrongestFirst:
+    """Runs the tests that notice most first, and those that are slow last."""
+
+    def pytest_collection_modifyitems(self, items: list) -> None:
+        def place(item) -> int:
+            return next((number for number, name in enumerate(FIRST) if item.name.startswith(name)), len(FIRST))
+
+        items.sort(key=place)
 
 
 def run_alone(target, arguments: tuple) -> None:
@@ -74,7 +138,7 @@ def run_alone(target, arguments: tuple) -> None:
     target(*arguments)
 
 
-def judge(template: str, source: str, settings: dict, log: str) -> None:
+def judge(template: str, source: str, settings: dict, log: str, tests: str) -> None:
     """In a process of its own: run the tests on a changed script; exit with pytest's code."""
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(handle, 1)
@@ -94,7 +158,9 @@ def judge(template: str, source: str, settings: dict, log: str) -> None:
     # Forked from here, a run has the changed script.
     worlds.process = lambda target, arguments: fork.Process(target=run_alone, args=(target, arguments))
     worlds.World.wait.__defaults__ = (LIMIT,)
-    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-k", "not launcher", "tests/test_loop.py"])
+    code = pytest.main(
+        ["-x", "-q", "-p", "no:cacheprovider", "-k", tests, "tests/test_loop.py"], plugins=[StrongestFirst()]
+    )
     sys.stdout.flush()
     os._exit(int(code))
 
@@ -103,6 +169,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("template")
     parser.add_argument("--lines", help="only those, as 480-520")
+    parser.add_argument("-k", default="not launcher", help="only these tests, as pytest has it")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="mutants ") as name:
         project = Path(name) / "project"
@@ -120,7 +187,7 @@ def main() -> int:
         unnoticed = []
         for number, how, changed in todo:
             began, log = time.monotonic(), str(Path(name) / "log")
-            process = fork.Process(target=judge, args=(arguments.template, changed, settings, log))
+            process = fork.Process(target=judge, args=(arguments.template, changed, settings, log, arguments.k))
             process.start()
             process.join(900)
             if process.is_alive():
@@ -138,10 +205,10 @@ def main() -> int:
                 unnoticed.append((number, how))
             line = lines[number - 1].strip() if number else "(the script as it is)"
             verdict = test or f"exit code {process.exitcode}" if noticed else "no test fails"
-            print(f"{number:>4} {how:<18} {time.monotonic() - began:4.0f} s  {line[:70]:<70}  {verdict}", flush=True)
+            print(f"{number:>4} {how:<28} {time.monotonic() - began:4.0f} s  {line[:60]:<60}  {verdict}", flush=True)
         print(f"{len(todo) - 1} mutants, {len(unnoticed)} that no test notices:")
         for number, how in unnoticed:
-            print(f"{number:>4} {how:<18} {lines[number - 1].strip()}")
+            print(f"{number:>4} {how:<28} {lines[number - 1].strip()}")
     return 0
 
 

@@ -10,12 +10,15 @@ import re
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 
 import worlds
 from conftest import PROJECT, SCRIPT
+from kit.batches import Window
 from worlds import World, largest_difference, lines, numbers, same_weights, samples_by_step
 
 MODULE = importlib.import_module(SCRIPT)
@@ -107,7 +110,11 @@ def test_any_split_of_a_step_is_the_same_run(num_processes, share, settings, who
     output_dir = tmp_path / "run"
     here = settings | {"output_dir": str(output_dir), "micro_batch_size": -(-settings["global_batch_size"] // share)}
     patches = ["faults:record_samples"]
-    run(num_processes, here, patches=patches, environment={"SAMPLES": str(output_dir / "samples")})
+    environment = {
+        "SAMPLES": str(output_dir / "samples"),
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3",
+    }  # of a profile
+    run(num_processes, here, patches=patches, environment=environment)
     # Rounding differs with the order of sums; 1e-5 relative is 100 times the rounding of fp32.
     assert largest_difference(numbers(whole), numbers(output_dir)) <= 1e-5
     seen = samples_by_step(output_dir / "samples")
@@ -123,6 +130,50 @@ def test_gradients_are_exchanged_once_a_step(settings, tmp_path):
     buckets = len(exchanges) // 10
     assert exchanges == "x" * 10 * buckets
     assert buckets <= 2, "one for each bucket of parameters; the network is small"
+
+
+@pytest.mark.parametrize(
+    ("changed", "scaler", "grad_norm", "is_scaler_skipping", "expected"),
+    [
+        ({}, None, 1.0, False, "optimizer schedule zero"),
+        ({}, None, float("nan"), False, "optimizer schedule zero"),  # ends the run before anything is saved
+        ({"skip_nonfinite_steps": 1}, None, 1.0, False, "optimizer schedule zero"),
+        ({"skip_nonfinite_steps": 1}, None, float("nan"), False, "zero"),
+        ({"skip_nonfinite_steps": 1}, "scaler", float("inf"), True, "optimizer zero"),  # the scaler wants to know
+        ({"max_grad_norm": 0.0}, "scaler", 1.0, False, "optimizer schedule zero"),
+    ],
+)
+def test_a_step_clips_skips_and_counts(changed, scaler, grad_norm, is_scaler_skipping, expected, small, monkeypatch):
+    done, limits = [], []
+    model = torch.nn.Linear(1, 1)
+    settings = MODULE.Settings(**small | changed)
+    accelerator = SimpleNamespace(
+        device="cpu",
+        num_processes=1,
+        gradient_accumulation_steps=1,
+        scaler=scaler,
+        backward=lambda loss: loss.backward(),
+        clip_grad_norm_=lambda parameters, limit: limits.append(limit) or torch.tensor(grad_norm),
+        optimizer_step_was_skipped=is_scaler_skipping,
+    )
+    optimizer = SimpleNamespace(step=lambda: done.append("optimizer"), zero_grad=lambda: done.append("zero"))
+    schedule = SimpleNamespace(step=lambda: done.append("schedule"))
+    monkeypatch.setattr(MODULE, "summed_loss", lambda model, criterion, batch: model(torch.ones(1, 1)).sum())
+    batches = iter([{"sample_id": torch.tensor([0])}])
+    MODULE.train_step(accelerator, model, None, optimizer, schedule, batches, Window(1, 1, 1), settings)
+    assert " ".join(done) == expected
+    assert limits == [settings.max_grad_norm or float("inf")]
+
+
+def test_a_model_is_judged_with_the_buffers_of_process_0(monkeypatch):
+    """Those of the others differ: the running statistics of BatchNorm come from their own micro-batches."""
+    shared, model = [], torch.nn.Linear(1, 1)
+    monkeypatch.setattr(MODULE, "share_buffers", lambda accelerator, model: shared.append((model, model.training)))
+    monkeypatch.setattr(MODULE, "gather_in_order", lambda *arguments: {})
+    run = SimpleNamespace(evaluation_batches=lambda loader: iter(()), is_stopped=False)
+    MODULE.predict(None, model, None, SimpleNamespace(dataset=[]), run)
+    assert shared == [(model, False)]
+    assert model.training
 
 
 # ------------------------------------------------------------------------------------------------ what it leaves behind
@@ -346,6 +397,17 @@ def test_the_average_is_the_average_and_is_exported_where_it_is_asked_for(settin
         assert best[name].equal(average[0][name]), name
         assert final[name].equal(average[2][name]), name
     assert any(not final[name].equal(raw[2][name]) for name in final)
+
+
+@needs("ema_decay")
+def test_the_average_is_judged_in_the_precision_of_the_training(settings, tmp_path):
+    """With next to no memory the average is the model itself, so its numbers are the same bit for bit."""
+    here = {"ema_decay": 1e-12, "mixed_precision": "bf16", "max_train_steps": 1, "output_dir": str(tmp_path / "run")}
+    run(1, settings | here)
+    (row,) = lines(tmp_path / "run", "eval_loss")
+    averaged = {name: value for name, value in row.items() if name.startswith("eval_ema_")}
+    assert averaged == {name: row[name.replace("ema_", "")] for name in averaged}
+    assert "eval_ema_loss" in averaged
 
 
 def test_auto_finds_the_micro_batch_that_fits_and_goes_on_with_less_memory(settings, whole, tmp_path):
