@@ -159,11 +159,15 @@ def write(folder: Path, snap: Snapshot) -> Path:
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        contents = {f"{stem}.safetensors": _safetensors(tensors) for stem, tensors in snap.tensors.items()}
-        contents |= {f"{stem}.json": [json.dumps(document).encode()] for stem, document in snap.documents.items()}
-        files = {name: _write_hashed(temporary / name, parts) for name, parts in contents.items()}
-        manifest = json.dumps({"step": snap.step, "files": files}, indent=1).encode()
-        _write_hashed(temporary / MANIFEST, [manifest])
+        files = {}
+        for stem, tensors in snap.tensors.items():
+            name = f"{stem}.safetensors"
+            files[name] = save_file(tensors, temporary / name)
+        for stem, document in snap.documents.items():
+            name = f"{stem}.json"
+            files[name] = _write_hashed(temporary / name, [json.dumps(document).encode()])
+        manifest = json.dumps({"step": snap.step, "files": files}, indent=1)
+        _write_hashed(temporary / MANIFEST, [manifest.encode()])
         _sync_folder(temporary)
         shutil.rmtree(final, ignore_errors=True)  # a torn one of this step: a complete one is never written again
         os.replace(temporary, final)
@@ -189,8 +193,8 @@ def _write_hashed(path: Path, parts: Iterable) -> dict:
     return {"size": size, "sha256": digest.hexdigest()}
 
 
-def _safetensors(tensors: dict[str, torch.Tensor]) -> Iterable:
-    """Yield the parts of a safetensors file: the header, then the memory of contiguous tensors on the CPU as it is.
+def save_file(tensors: dict[str, torch.Tensor], path: Path) -> dict:
+    """Write contiguous tensors on the CPU as a safetensors file and sync it; return its size and sha256.
 
     `safetensors.torch.save_file` writes the same, in six times the CPU time and without a hash.
     The format: https://github.com/huggingface/safetensors#format
@@ -203,9 +207,8 @@ def _safetensors(tensors: dict[str, torch.Tensor]) -> Iterable:
         header[name] = {"dtype": _dtype_name(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for tensor in tensors.values():
-        yield tensor.reshape(-1).view(torch.uint8).numpy()
+    memory = (tensor.reshape(-1).view(torch.uint8).numpy() for tensor in tensors.values())
+    return _write_hashed(path, [len(text).to_bytes(8, "little"), text, *memory])
 
 
 @cache
