@@ -6,9 +6,11 @@ import socket
 
 import pytest
 import torch
+from accelerate.data_loader import BatchSamplerShard
 
 import worlds
-from kit.batches import EvaluationSampler, Sample, StepSampler, WeightedSamples, build_loader, seed_for
+from kit import batches as kit_batches
+from kit.batches import EvaluationSampler, Sample, StepSampler, WeightedSamples, build_loader, seed_all, seed_for
 from kit.settings import TrainingSettings
 
 SHAPES = [(101, 16, 5, 2), (37, 8, 3, 3), (3, 16, 2, 1), (1, 8, 8, 3), (7, 2, 1, 3), (10, 10, 10, 1), (9, 9, 4, 2)]
@@ -81,6 +83,49 @@ def test_evaluation_hands_out_every_sample_once_in_the_same_batches(count, size,
     assert [batch for batch in real if batch] == [list(range(i, min(i + size, count))) for i in range(0, count, size)]
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("lengths", [False, True])
+def test_a_sampler_of_one_process_deals_its_batches_through_accelerate(shape, lengths):
+    num_samples, _, size, num_processes = shape
+    lengths = [i * 7 % 5 for i in range(num_samples)] if lengths else None
+    for make in (
+        lambda **one: sampler(*shape, lengths=lengths, min_micro_batch_size=3, **one),
+        lambda **one: EvaluationSampler(num_samples, size, num_processes, lengths, **one),
+    ):
+        whole = list(make())
+        for process in range(num_processes):
+            own = make(process_index=process)
+            shard = BatchSamplerShard(own, num_processes, process, even_batches=False)
+            assert list(shard) == whole[process::num_processes]
+            assert len(own) == len(whole)
+
+
+def test_a_step_costs_a_process_its_own_share_whatever_the_number_of_processes(monkeypatch):
+    made = []
+    monkeypatch.setattr(kit_batches, "Sample", lambda *values: made.append(values) or Sample(*values))
+    for num_processes in (1, 8, 4096):
+        made.clear()
+        steps = StepSampler(200_000, 16 * num_processes, 8, num_processes, 0, 3, process_index=num_processes - 1)
+        assert len(steps) == len(list(steps)) == 6 * num_processes
+        assert len(made) == 3 * 16
+
+
+def test_evaluation_begins_without_building_all_batches(monkeypatch):
+    made = []
+    monkeypatch.setattr(kit_batches, "Sample", lambda *values: made.append(values) or Sample(*values))
+    first = next(iter(EvaluationSampler(10_000_000, 32, 8)))
+    assert [sample.index for sample in first] == list(range(32))
+    assert len(made) <= 33
+
+
+@pytest.mark.parametrize("num_samples", [1, 37, 100_003])
+def test_the_order_of_an_epoch_is_that_of_earlier_versions(num_samples):
+    generator = torch.Generator().manual_seed(seed_for(5, "order", 1))
+    expected = torch.randperm(num_samples, generator=generator, dtype=torch.int64)
+    steps = StepSampler(num_samples, num_samples, 1, 1, seed=5, total_steps=2)
+    assert steps.samples(2) == expected.tolist()
+
+
 class Drawing(torch.utils.data.Dataset):
     """A data set that augments from the global generators, as people's do."""
 
@@ -124,6 +169,46 @@ def test_drawing_a_sample_leaves_the_generators_as_they_were():
     WeightedSamples(Drawing(), seed=0)[Sample(4, 0, 1.0)]
     assert (random.random(), numpy.random.rand(), torch.rand(()).item()) == expected
     assert seed_for(0, 1) != seed_for(1, 0)
+
+
+def test_a_batch_of_arrow_rows_is_one_read_and_a_transform_still_draws_by_sample(monkeypatch):
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"text": [f"row {i}" for i in range(20)]})
+    samples = [Sample(7, 0, 1.0), Sample(3, 1, 0.0), Sample(7, 0, 1.0)]
+    expected = [{"text": f"row {s.index}", "sample_id": s.index, "weight": s.weight} for s in samples]
+    with monkeypatch.context() as patch:
+        patch.setattr(kit_batches, "_seed", None)  # nothing is seeded where nothing is drawn
+        patch.setattr(datasets.Dataset, "__getitem__", None)
+        patch.setattr(datasets.Dataset, "__getitems__", lambda self, keys: self.select(keys).to_list())
+        assert WeightedSamples(rows, seed=0).__getitems__(samples) == expected
+
+    def draw(batch: dict) -> dict:
+        return {"draw": [(random.random(), torch.rand(()).item()) for _ in batch["text"]]}
+
+    augmented = WeightedSamples(rows.with_transform(draw), seed=0)
+    first, other, again = (row["draw"] for row in augmented.__getitems__(samples))
+    assert first == again != other
+    assert augmented[samples[1]]["draw"] == other
+
+
+@pytest.mark.parametrize("has_devices", [False, True])
+def test_a_step_seeds_every_generator_and_notes_nothing_for_devices_that_are_not_there(has_devices, monkeypatch):
+    import numpy
+
+    def draws() -> tuple:
+        return random.random(), numpy.random.rand(), torch.rand(()).item()
+
+    value, of_devices = seed_for(1, "step", 2), []
+    random.seed(value)
+    numpy.random.seed(value % 2**32)
+    torch.manual_seed(value)
+    expected, original = draws(), torch.manual_seed
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_devices)
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: of_devices.append(seed) or original(seed))
+    seed_all(1, "step", 2)
+    assert draws() == expected
+    assert of_devices == [value] * has_devices
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from kit import checkpoints
 from kit.checkpoints import CheckpointWriter, choose, fault_of, folder_name, prune, restore, snapshot, write
@@ -69,6 +70,39 @@ def test_tied_weights_stay_tied(tmp_path):
     model = other["model"]
     assert model.head.weight.data_ptr() == model.embedding.weight.data_ptr()
     assert json.loads((path / "model_aliases.json").read_text()) == {"head.weight": "embedding.weight"}
+
+
+def test_tensors_of_every_kind_are_written_as_safetensors_reads_them(tmp_path):
+    kinds = [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool]
+    kinds += [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16]
+    tensors = {f"ünïcode {kind}": torch.arange(7).to(kind) for kind in kinds}
+    tensors |= {"scalar": torch.tensor(3.0), "empty": torch.empty(0, 4), "matrix": torch.arange(6.0).view(2, 3)}
+    path = write(tmp_path, checkpoints.Snapshot(1, {"all": tensors}, {}))
+    found = load_file(path / "all.safetensors")
+    assert fault_of(path) is None
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape, name
+        assert bytes(found[name].reshape(-1).view(torch.uint8)) == bytes(tensor.reshape(-1).view(torch.uint8)), name
+
+
+def test_the_copy_in_host_memory_is_used_again_and_holds_the_new_values(tmp_path):
+    state, writer = trained(), CheckpointWriter(tmp_path)
+    places = []
+    for step in (3, 4):
+        writer.save(step, state, {}, None)
+        writer.finish()
+        copies = writer._snapshot.tensors
+        places.append({name: copy.data_ptr() for stem in ("model", "optimizer") for name, copy in copies[stem].items()})
+        before = {name: value.clone() for name, value in state["model"].state_dict().items()}
+        train(state["model"], state["optimizer"], state["schedule"], 1)
+    assert places[0] == places[1] and len(places[0]) > 10
+    other = trained(steps=0)
+    restore(tmp_path / folder_name(4), other)
+    assert all(torch.equal(value, before[name]) for name, value in other["model"].state_dict().items())
+    with torch.no_grad():
+        state["model"].norm = torch.nn.BatchNorm1d(5)  # another shape: fresh memory
+    assert snapshot(5, state, {}, writer._snapshot).tensors["model"]["norm.weight"].shape == (5,)
 
 
 def missing_file(path):

@@ -3,7 +3,8 @@
 A step is `global_batch_size` samples of the epoch's order. It is dealt to the processes, and each share is cut
 into micro-batches. The batch sampler emits micro-batch j of process 0, of process 1, ..., so that Accelerate's own
 sharding (batch i goes to process i mod N, `even_batches=False`) hands every process its part, the same number of
-micro-batches to each. A process without a sample in a ragged step gets one with weight 0.
+micro-batches to each. A process without a sample in a ragged step gets one with weight 0. A sampler that knows its
+`process_index` builds the batches of that process alone and emits empty lists for the others, which nobody reads.
 """
 
 import hashlib
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -22,6 +24,7 @@ from kit.stopping import begin_worker
 from kit.world import pins_memory, spare_cores
 
 POOL_STEPS = 64  # like lengths are put together inside shuffled pools of this many steps
+LENGTHS_AT_ONCE = 1_000_000
 
 
 class Sample(NamedTuple):
@@ -50,6 +53,7 @@ class WeightedSamples(Dataset):
 
     Whatever the dataset draws from the global generators (augmentation) is a function of (seed, epoch, sample): the
     same for any number of workers and processes, and after a resume. The generators are left as they were found.
+    A `datasets.Dataset` without a transform draws nothing: a batch of it is one read.
     """
 
     def __init__(self, dataset, seed: int):
@@ -63,13 +67,26 @@ class WeightedSamples(Dataset):
 
     def __getitems__(self, samples: list[Sample]) -> list[dict]:
         """Return the items of a batch, as a DataLoader asks for them: to keep the generators has its price."""
+        if _draws_nothing(self.dataset):
+            rows = self.dataset.__getitems__([sample.index for sample in samples])
+            return [_with_weight(row, sample) for row, sample in zip(rows, samples, strict=True)]
         with generators_kept():
             return [self._load(sample) for sample in samples]
 
     def _load(self, sample: Sample) -> dict:
         # Data are loaded on the CPU: the devices' generators have no part in it.
         _seed(torch.default_generator.manual_seed, self.seed, "sample", sample.epoch, sample.index)
-        return {**self.dataset[sample.index], "sample_id": sample.index, "weight": sample.weight}
+        return _with_weight(self.dataset[sample.index], sample)
+
+
+def _with_weight(row: dict, sample: Sample) -> dict:
+    return {**row, "sample_id": sample.index, "weight": sample.weight}
+
+
+def _draws_nothing(dataset) -> bool:
+    """Return whether reading `dataset` is known to use no random numbers: rows of Arrow, and no function on them."""
+    datasets = sys.modules.get("datasets")
+    return datasets is not None and isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
 
 
 def build_loader(dataset, sampler: Sampler, collate, settings: TrainingSettings) -> DataLoader:
@@ -96,7 +113,9 @@ def seed_for(*parts: int | str) -> int:
 
 def seed_all(*parts: int | str) -> None:
     """Seed the global generators of Python, NumPy (where it is in use) and PyTorch, all devices, from `parts`."""
-    _seed(torch.manual_seed, *parts)
+    # torch.manual_seed also notes the seed for devices that nobody uses yet, with a stack trace: 80 times the price.
+    has_devices = torch.accelerator.is_available()
+    _seed(torch.manual_seed if has_devices else torch.default_generator.manual_seed, *parts)
 
 
 def _seed(seed_torch, *parts: int | str) -> None:
@@ -122,14 +141,23 @@ def generators_kept():
 
 
 def _read_lengths(lengths: Sequence[int] | None) -> torch.Tensor | None:
-    """Return the lengths as a tensor, read once: [:] makes a list of a data set's column, which is slow by itself."""
-    return None if lengths is None else torch.as_tensor(lengths[:])
+    """Return the lengths as a tensor, read once. A slice of a data set's column is a list of numbers: take parts."""
+    if lengths is None:
+        return None
+    return torch.cat(
+        [torch.as_tensor(lengths[i : i + LENGTHS_AT_ONCE]) for i in range(0, len(lengths), LENGTHS_AT_ONCE)]
+    )
 
 
 def build_sampler(
-    settings: TrainingSettings, num_samples: int, num_processes: int, lengths=None, min_micro_batch_size: int = 1
+    settings: TrainingSettings,
+    num_samples: int,
+    num_processes: int,
+    lengths=None,
+    min_micro_batch_size: int = 1,
+    process_index: int | None = None,
 ) -> "StepSampler":
-    """Return the batch sampler of a training run over `num_samples` samples (`lengths`: see `StepSampler`)."""
+    """Return the batch sampler of a training run over `num_samples` samples (the others: see `StepSampler`)."""
     steps_per_epoch = -(-num_samples // settings.global_batch_size)
     return StepSampler(
         num_samples=num_samples,
@@ -140,6 +168,7 @@ def build_sampler(
         total_steps=settings.max_train_steps or settings.num_train_epochs * steps_per_epoch,
         lengths=lengths,
         min_micro_batch_size=min_micro_batch_size,
+        process_index=process_index,
     )
 
 
@@ -152,6 +181,7 @@ class StepSampler(Sampler):
     step and then of others: BatchNorm needs company, and no sample is lost whatever the number of processes.
     Set `start_step` to the number of steps already done before iterating: nothing is replayed. While `rehearsed_size`
     is set, iterating gives each process one micro-batch of that size, of the samples that take most memory.
+    With `process_index` a step costs what that process's share costs, however many processes there are.
     """
 
     num_samples: int
@@ -162,13 +192,14 @@ class StepSampler(Sampler):
     total_steps: int
     lengths: Sequence[int] | None = None
     min_micro_batch_size: int = 1
+    process_index: int | None = None
     start_step: int = 0
     rehearsed_size: int | None = None
 
     def __post_init__(self):
         assert self.num_samples > 0 and self.global_batch_size > 0 and self.micro_batch_size > 0
         self.lengths = _read_lengths(self.lengths)
-        self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
+        self._epoch, self._order = -1, torch.empty(0, dtype=torch.int32)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -192,19 +223,23 @@ class StepSampler(Sampler):
 
     def samples(self, step: int) -> list[int]:
         """Return the indices of all samples of a step (from 1), over all processes."""
+        return self._samples(step).tolist()
+
+    def _samples(self, step: int) -> torch.Tensor:
         start = (step - 1) % self.steps_per_epoch * self.global_batch_size
-        return self._epoch_order(self.epoch_of(step))[start : start + self.global_batch_size].tolist()
+        return self._epoch_order(self.epoch_of(step))[start : start + self.global_batch_size]
 
     def share(self, step: int, process: int) -> list[int]:
         """Return the indices of the samples of a step (from 1) that fall to one process; may be empty."""
-        return self.samples(step)[process :: self.num_processes]
+        return self._samples(step)[process :: self.num_processes].tolist()
 
     def _heaviest(self, count: int) -> list[Sample]:
         """Return the samples that take most memory: the longest, where lengths are known."""
-        order = range(self.num_samples)
+        count = max(count, self._filled_up_to)
+        order = range(self.num_samples)[:count]
         if self.lengths is not None:
-            order = self.lengths.argsort(descending=True, stable=True).tolist()
-        return [Sample(index, 0, 1.0) for index in order[: max(count, self._filled_up_to)]]
+            order = self.lengths.argsort(descending=True, stable=True)[:count].tolist()
+        return [Sample(index, 0, 1.0) for index in order]
 
     @property
     def _filled_up_to(self) -> int:
@@ -213,10 +248,13 @@ class StepSampler(Sampler):
 
     def num_fillers(self, step: int) -> int:
         """Return how many samples of weight 0 a step (from 1) is filled up with, over all processes."""
-        starts = range(0, self.window(step).num_micro_batches * self.micro_batch_size, self.micro_batch_size)
-        shares = [len(self.share(step, process)) for process in range(self.num_processes)]
-        sizes = [min(max(share - start, 0), self.micro_batch_size) for share in shares for start in starts]
-        return sum(max(self._filled_up_to - size, 0) for size in sizes)
+        window, size = self.window(step), self.micro_batch_size
+        share, num_larger = divmod(window.num_samples, self.num_processes)  # so many processes have one more
+        fillers = 0
+        for num_processes, samples in ((num_larger, share + 1), (self.num_processes - num_larger, share)):
+            sizes = [min(max(samples - number * size, 0), size) for number in range(window.num_micro_batches)]
+            fillers += num_processes * sum(max(self._filled_up_to - real, 0) for real in sizes)
+        return fillers
 
     def describe(self) -> dict:
         """Return the batch arithmetic, for the banner and run.json."""
@@ -253,15 +291,17 @@ class StepSampler(Sampler):
         if self.rehearsed_size:
             yield from [self._heaviest(self.rehearsed_size)] * self.num_processes
             return
+        built = _built_processes(self)
         for step in range(self.start_step + 1, self.total_steps + 1):
             epoch = self.epoch_of(step)
-            samples = self.samples(step)
-            shares = [samples[process :: self.num_processes] for process in range(self.num_processes)]
+            shares = [self.share(step, process) for process in built]
             for start in range(0, self.window(step).num_micro_batches * self.micro_batch_size, self.micro_batch_size):
+                yield from repeat([], built.start)
                 for share in shares:
                     real = share[start : start + self.micro_batch_size]
                     filler = self._fillers(step, real)
                     yield [Sample(i, epoch, 1.0) for i in real] + [Sample(i, epoch, 0.0) for i in filler]
+                yield from repeat([], self.num_processes - built.stop)
 
     def _fillers(self, step: int, real: list[int]) -> list[int]:
         """Return the samples that fill up a micro-batch: of the same step, then of the steps after it, in a circle."""
@@ -274,10 +314,12 @@ class StepSampler(Sampler):
         return (others * missing)[:missing]
 
     def _epoch_order(self, epoch: int) -> torch.Tensor:
-        """Return the order of an epoch, an int64 tensor [num_samples]; the last one is kept."""
+        """Return the order of an epoch, a tensor of integers [num_samples]; the last one is kept."""
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(seed_for(self.seed, "order", epoch))
-            order = torch.randperm(self.num_samples, generator=generator)
+            # The same numbers as in int64, in half of the memory.
+            dtype = torch.int32 if self.num_samples <= torch.iinfo(torch.int32).max else torch.int64
+            order = torch.randperm(self.num_samples, generator=generator, dtype=dtype)
             if self.lengths is not None:
                 order = self._group_like_lengths(order, generator)
             self._epoch, self._order = epoch, order
@@ -301,12 +343,14 @@ class EvaluationSampler(Sampler):
 
     The batches are cut before they are dealt to the processes, so each is the same on any number of processes; a
     process without a batch in the last round gets one filler of weight 0. `lengths` puts like lengths together.
+    `process_index`: see `StepSampler`.
     """
 
     num_samples: int
     eval_batch_size: int
     num_processes: int
     lengths: Sequence[int] | None = None
+    process_index: int | None = None
 
     def __post_init__(self):
         self.lengths = _read_lengths(self.lengths)
@@ -316,9 +360,19 @@ class EvaluationSampler(Sampler):
         return -(-batches // self.num_processes) * self.num_processes
 
     def __iter__(self) -> Iterator[list[Sample]]:
-        order = torch.arange(self.num_samples)
-        if self.lengths is not None:
-            order = self.lengths.argsort(stable=True)
-        batches = [[Sample(i, 0, 1.0) for i in part.tolist()] for part in order.split(self.eval_batch_size)]
-        yield from batches
-        yield from [[Sample(int(order[0]), 0, 0.0)]] * (len(self) - len(batches))
+        order = None if self.lengths is None else self.lengths.argsort(stable=True)
+        filler = Sample(0 if order is None else int(order[0]), 0, 0.0)
+        built = _built_processes(self)
+        for first in range(0, len(self), self.num_processes):
+            yield from repeat([], built.start)
+            for number in range(first + built.start, first + built.stop):
+                places = range(self.num_samples)[number * self.eval_batch_size : (number + 1) * self.eval_batch_size]
+                indices = places if order is None else order[places.start : places.stop].tolist()
+                yield [Sample(index, 0, 1.0) for index in indices] or [filler]
+            yield from repeat([], self.num_processes - built.stop)
+
+
+def _built_processes(sampler: StepSampler | EvaluationSampler) -> range:
+    """Return the processes whose batches are built: all, or the one whose sampler it is."""
+    index = sampler.process_index
+    return range(sampler.num_processes) if index is None else range(index, index + 1)
