@@ -24,7 +24,7 @@ ODD = {
 class Settings(TrainingSettings):
     report_to: list[str] | None = None
     first: int = 1
-    last: int = 12
+    last: int = 8
     is_killed: bool = False
 
 

@@ -138,39 +138,40 @@ class Trackers:
         logging.getLogger("alembic").setLevel(logging.WARNING)
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-        key, known = state["key"], state["id"]
+        key, known, folder = state["key"], state["id"], str(self._folder / name)
         run = re.sub(r"[^\w.-]+", "-", f"{self._folder.parent.name}-{key[:6]}", flags=re.ASCII)
-        project, options = state["project"], {}
-        if name == "tensorboard":
-            project, options = name, {"logging_dir": self._folder}  # it writes into the folder project there
-        elif name == "wandb":
-            options = _wandb_options() | {"id": key, "name": run, "resume": "allow", "dir": self._folder}
-        elif name == "trackio":
-            _silence_trackio()
-            options = {"name": run, "resume": "allow", "auto_log_gpu": False, "auto_log_cpu": False, "embed": False}
-        elif name == "mlflow":
-            options = {"run_name": run, "run_id": known}
-        elif name == "comet_ml":
-            options = {"experiment_key": key}
-        elif name == "aim":
-            project, options = run, {"logging_dir": self._folder, "run_hash": known}
-        elif name == "clearml":
-            options = {"task_name": run, "reuse_last_task_id": False, "continue_last_task": known or False}
-            options |= {"auto_connect_frameworks": False, "auto_connect_arg_parser": False}
-        elif name == "dvclive":
-            options = {"dir": str(self._folder / name), "resume": True, "save_dvc_exp": False, "dvcyaml": None}
-        elif name == "swanlab":  # its ids have 21 characters
-            options = {"id": key[:21], "experiment_name": run, "resume": "allow", "logdir": str(self._folder / name)}
-        tracker = LOGGER_TYPE_TO_CLASS[name](project, **options)
+        options = {
+            "tensorboard": {"logging_dir": self._folder},
+            "wandb": {"id": key, "name": run, "resume": "allow", "dir": self._folder},
+            "trackio": {"name": run, "resume": "allow", "auto_log_gpu": False, "auto_log_cpu": False, "embed": False},
+            "mlflow": {"run_name": run, "run_id": known},
+            "comet_ml": {"experiment_key": key},
+            "aim": {"logging_dir": self._folder, "run_hash": known},
+            "clearml": {
+                "task_name": run,
+                "reuse_last_task_id": False,
+                "continue_last_task": known or False,
+                "auto_connect_frameworks": False,
+                "auto_connect_arg_parser": False,
+            },
+            "dvclive": {"dir": folder, "resume": True, "save_dvc_exp": False, "dvcyaml": None},
+            "swanlab": {
+                "id": key[:21],
+                "experiment_name": run,
+                "resume": "allow",
+                "logdir": folder,
+            },  # its ids are short
+        }[name] | _prepare(name)
+        # Two of them take the name of the run, or of its folder, where the others take the project.
+        tracker = LOGGER_TYPE_TO_CLASS[name]({"tensorboard": name, "aim": run}.get(name, state["project"]), **options)
         tracker.start()
-        if name == "mlflow":
-            self._remember(name, {"id": tracker.tracker.info.run_id})
-        elif name == "aim":
-            self._remember(name, {"id": tracker.tracker.hash})
-        elif name == "clearml":
-            self._remember(name, {"id": tracker.tracker.id})
+        if name in ("mlflow", "aim", "clearml"):  # these name their runs themselves
+            its = tracker.tracker
+            self._remember(name, {"id": its.info.run_id if name == "mlflow" else its.hash if name == "aim" else its.id})
+        if name == "clearml":
             tracker.tracker.set_initial_iteration(0)  # or a continued task adds its last step to each step
-        if not state["is_configured"]:  # once: MLflow refuses to change a parameter, as num_workers after a resume
+        # Once: MLflow refuses to change a parameter, as num_workers after a resume. Trackio forgets them at each start.
+        if not state["is_configured"] or name == "trackio":
             self._remember(name, {"is_configured": True})
             if name == "tensorboard":  # Accelerate's way makes a second run of it, at every start
                 text = "\n".join(f"| {key} | {value} |" for key, value in self._config.items())
@@ -191,21 +192,21 @@ def _finish(name: str, tracker, status: str) -> None:
         tracker.finish()
 
 
-def _wandb_options() -> dict:
+def _prepare(name: str) -> dict:
+    """Make a tracker quiet and see that it is logged in; return options for that."""
+    if name == "trackio":  # it greets with escape codes
+        import trackio
+
+        for module in (trackio, trackio.run, trackio.utils):
+            module.print = lambda *values, **options: None
+    if name != "wandb":
+        return {}
     import wandb
 
     settings = wandb.Settings(silent=True, console="off", finish_timeout=LIMIT / 2)  # at exit too
     if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.login(prompt=False):
         raise RuntimeError("not logged in: run `wandb login`, or set WANDB_MODE=offline")
     return {"settings": settings}
-
-
-def _silence_trackio() -> None:
-    """Keep Trackio's greetings with escape codes off the screen."""
-    import trackio
-
-    for module in (trackio, trackio.utils):
-        module.print = lambda *values, **options: None
 
 
 def _refuse_prompts() -> None:
