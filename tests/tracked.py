@@ -43,7 +43,7 @@ def main(settings: Settings) -> None:
     if log and settings.is_killed:
         while not all(sent_by(folder, name) == settings.last for name in settings.report_to):
             time.sleep(0.01)
-        time.sleep(0.5)  # the file runs ahead of what it speaks of
+        time.sleep(4)  # Trackio keeps its lines in memory for a while: a kill within that time loses them
         os.kill(os.getpid(), signal.SIGKILL)
     if log:
         log.close("done")
