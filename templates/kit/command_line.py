@@ -13,6 +13,7 @@ from kit.doctor import check_environment
 from kit.errors import UserError, exit_codes, one_line, prepare_screen
 from kit.settings import TrainingSettings
 from kit.stopping import catch_signals
+from kit.trackers import check_trackers
 
 # Names that people bring from other training scripts, where the near match would not help.
 ELSEWHERE = {
@@ -77,6 +78,7 @@ def parse_settings(settings_class, description: str, args: list[str] | None = No
             raise UserError(f"{name}: {value} is not a finite number ({_place(name, args)})")
     settings = settings_class(**json.loads(json.dumps(values.as_dict())))  # plain int and float, for YAML
     settings.sources = ["defaults", *recipes, *(["command line"] if _options(args) else [])]  # for the banner
+    check_trackers(settings.report_to)
     return settings
 
 

@@ -10,7 +10,7 @@ from kit.settings import TrainingSettings, differences, numbers_in_force
 
 LEFT_BEHIND = (  # run.json goes last when a run is deleted: without it nobody could tell whose the rest is
     "settings.yaml metrics.jsonl README.md report.html predictions_validation.csv predictions_test.csv checkpoints best"
-    " final run.json".split()
+    " final trackers run.json".split()
 )
 
 

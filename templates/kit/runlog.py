@@ -15,6 +15,7 @@ from pathlib import Path
 from kit.errors import UserError, one_line, prepare_screen
 from kit.run_directory import delete_run, has_progress, lock, overwrites, read_run, write_json
 from kit.settings import TrainingSettings, numbers_in_force, save_settings
+from kit.trackers import Trackers, check_trackers
 from kit.versions import git_commit, untested, versions
 from kit.world import on_main, profile_in_force
 
@@ -31,7 +32,7 @@ class RunLog:
     def __init__(self, accelerator, settings: TrainingSettings, facts: dict):
         self.accelerator, self.settings, self.facts = accelerator, settings, facts
         self.path, self.is_main = Path(settings.output_dir), accelerator.is_main_process
-        self._bar = self._metrics = self._lock = None
+        self._bar = self._metrics = self._lock = self._trackers = None
         self._next_report = time.monotonic() + 30  # it imports matplotlib first
 
     # -- begin -------------------------------------------------------------------------------------------------------
@@ -47,6 +48,7 @@ class RunLog:
         return before
 
     def _open(self) -> tuple[str, dict]:
+        check_trackers(self.settings.report_to)
         self._lock = lock(self.path)
         before = {} if overwrites(self.settings) else read_run(self.path) or {}
         if overwrites(self.settings) and has_progress(self.path):
@@ -131,6 +133,8 @@ class RunLog:
         temporary.write_text("".join(f"{line}\n" for line in kept), "utf-8")
         os.replace(temporary, path)
         self._metrics = open(path, "a", encoding="utf-8")  # closed in `close`
+        facts = {name: self.facts[name] for name in ("world", "data", "batch", "versions", "git_commit")}
+        self._trackers = Trackers(self.settings, facts, self.path, self.say) if self.settings.report_to else None
         # A bar belongs on a terminal; in a file every refresh would be one more line.
         self._bar = tqdm(total=total_steps, initial=step, unit="step", disable=not sys.stderr.isatty())
 
@@ -143,6 +147,8 @@ class RunLog:
         epoch = step / self._steps_per_epoch
         self._metrics.write(json.dumps(_plain({"step": step, "epoch": epoch, **values})) + "\n")
         self._metrics.flush()
+        if self._trackers is not None:
+            self._trackers.log(step, {"epoch": epoch, **values})
         text = "  ".join(f"{name} {short(value)}" for name, value in values.items())
         if self._bar.disable or "loss" not in values:
             self.say(f"step {step}/{self._bar.total}  epoch {epoch:.2f}  {text}")
@@ -220,6 +226,8 @@ class RunLog:
             self.report(is_last=True)
         except OSError as full:  # what ended the run matters more: let that be seen
             print(f"run.json could not be written: {full}", file=sys.stderr)
+        if self._trackers is not None:
+            self._trackers.close(self.facts["status"])
         self._lock.release()
 
 

@@ -12,7 +12,8 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativ
 NEUTRAL = frozenset(
     "output_dir overwrite_output_dir resume_from_checkpoint micro_batch_size eval_batch_size num_workers"
     " dataloader_timeout logging_steps checkpointing_steps checkpoints_total_limit max_train_time ddp_timeout"
-    " find_unused_parameters gradient_checkpointing torch_compile torch_compile_backend skip_nonfinite_steps".split()
+    " find_unused_parameters gradient_checkpointing torch_compile torch_compile_backend skip_nonfinite_steps"
+    " report_to".split()
 )
 
 
@@ -76,6 +77,8 @@ class TrainingSettings:
     """Keep at most N checkpoints. The newest and the best always stay."""
     skip_nonfinite_steps: NonNegativeInt = 0
     """Skip up to N steps whose gradient is not finite instead of failing. Waits for the device at each step."""
+    report_to: list[str] | None = None
+    """Trackers, as '[tensorboard, mlflow]'. Also wandb, trackio, comet_ml, aim, clearml, dvclive, swanlab."""
     max_train_time: PositiveFloat | None = None
     """Seconds after which this start of the run saves and stops."""
     ddp_timeout: PositiveFloat = 600.0
