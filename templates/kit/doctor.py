@@ -97,8 +97,8 @@ def find_machine(devices: Devices | None = None) -> Machine:
         disk=shutil.disk_usage(Path.cwd()).free,
         compiler=find_compiler(),
         resolve=resolve_name,
-        is_port_free=lambda port: _can_bind("", port),
-        is_own_address=lambda address: _can_bind(address, 0),
+        is_port_free=is_port_free,
+        is_own_address=is_own_address,
         has_package=lambda name: importlib.util.find_spec(name) is not None,
     )
 
@@ -146,12 +146,20 @@ def choose_interface(address: str) -> None:
             os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
-def _can_bind(address: str, port: int) -> bool:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as server:
+def is_own_address(address: str) -> bool:
+    """Return whether a numeric address is one of this machine's."""
+    import psutil  # binding to the address is no proof: systems may allow that for any address (ip_nonlocal_bind)
+
+    own = {entry.address.split("%")[0] for entries in psutil.net_if_addrs().values() for entry in entries}
+    return is_loopback(address) or address in own
+
+
+def is_port_free(port: int) -> bool:
+    """Return whether this machine can listen on a port."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just left may be taken
         try:
-            server.bind((address, port))
+            server.bind(("", port))
             server.listen(1)
         except OSError:
             return False
@@ -375,7 +383,7 @@ def _resources(launch: Launch, machine: Machine):
 
 
 def check_environment() -> None:
-    """Refuse what a launcher asks of this script in the environment and the script cannot do; join srun and mpirun.
+    """Refuse what a launcher asks of this script and the script cannot do; join the processes of srun and mpirun.
 
     To be called before anything heavy is imported. Raises `UserError`.
     """
@@ -384,10 +392,9 @@ def check_environment() -> None:
             raise UserError(_not_supported(what, os.environ.get("TEMPLATES_PROFILE", variable)))
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     refuse(list(precision_findings(Launch("", mixed_precision=precision), find_machine())))
-    if world := world_of_scheduler():
-        os.environ.update(world)
-        if world["LOCAL_WORLD_SIZE"] != world["WORLD_SIZE"]:
-            choose_interface(world["MASTER_ADDR"])
+    os.environ.update(world_of_scheduler())
+    if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE") and "MASTER_ADDR" in os.environ:
+        choose_interface(os.environ["MASTER_ADDR"])  # several machines, started by torchrun or a scheduler
 
 
 def world_of_scheduler(environment: dict | None = None) -> dict[str, str]:
