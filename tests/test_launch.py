@@ -355,7 +355,7 @@ def test_a_machine_that_is_lost_is_named_from_the_cause_of_the_run(tmp_path):
     reset = "RuntimeError: Read error [10.0.0.2]:4711: Connection reset by peer"
     for cause, words in (
         (reset, "machine 1, 10.0.0.2 (Connection reset by peer)"),
-        ("process 1: RuntimeError: Connection closed by peer [fd00::2]:4711", "machine 1, fd00::2 (Connection closed"),
+        ("process 1: RuntimeError: Connection closed by peer [fd77:1::2]:4711", "machine 1, fd77:1::2 (Connection closed"),
         ("RuntimeError: Timed out waiting 10000ms for recv operation", "machine 1 (Timed out waiting)"),
         (
             "RuntimeError: Read error [127.0.0.1]:4711: Connection reset by peer",
