@@ -261,8 +261,8 @@ def run_several(options: argparse.Namespace, asked: Launch) -> tuple[int, bool]:
         return 1, True
     except (DistError, RendezvousError) as error:
         raise MachineError(
-            f"{where}: they did not find each other ({one_line(error)[:200]}). Is machine 0 started, its address one"
-            " that this machine reaches, the port open and free, and --machine_rank another on each machine?"
+            f"{where}: they did not find each other ({one_line(error)[:200]}). Is machine 0 started, can this machine"
+            " reach its address, is the port open and free, and does each machine have its own --machine_rank?"
         ) from error
     return 0, False
 
@@ -383,7 +383,7 @@ def restarts(run_once, output_dir_of) -> int:
         if not str(read_run(output_dir_of()).get("cause")).startswith("out of memory"):
             break
         os.environ["TEMPLATES_RESTART_COUNT"] = str(count)  # overwrite_output_dir must not delete a run that goes on
-        print(f"memory     ran out: the same command again ({count} of at most {MAX_RESTARTS})", flush=True)
+        print(f"memory     ran out: starting the same command again ({count} of at most {MAX_RESTARTS})", flush=True)
     return code
 
 

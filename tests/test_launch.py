@@ -129,7 +129,7 @@ def test_a_run_whose_memory_ran_out_is_started_again_five_times_at_most(tmp_path
         output, _ = process.communicate(timeout=120)
         assert process.returncode == code, output
         assert (tmp_path / name / "starts").read_text().split() == starts
-        assert output.count("memory     ran out: the same command again") == len(starts) - 1
+        assert output.count("memory     ran out: starting the same command again") == len(starts) - 1
 
 
 def test_several_processes_whose_memory_ran_out_are_started_again(tmp_path):
@@ -355,7 +355,10 @@ def test_a_machine_that_is_lost_is_named_from_the_cause_of_the_run(tmp_path):
     reset = "RuntimeError: Read error [10.0.0.2]:4711: Connection reset by peer"
     for cause, words in (
         (reset, "machine 1, 10.0.0.2 (Connection reset by peer)"),
-        ("process 1: RuntimeError: Connection closed by peer [fd77:1::2]:4711", "machine 1, fd77:1::2 (Connection closed"),
+        (
+            "process 1: RuntimeError: Connection closed by peer [fd77:1::2]:4711",
+            "machine 1, fd77:1::2 (Connection closed",
+        ),
         ("RuntimeError: Timed out waiting 10000ms for recv operation", "machine 1 (Timed out waiting)"),
         (
             "RuntimeError: Read error [127.0.0.1]:4711: Connection reset by peer",
