@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from kit.doctor import (
     examine,
     find_devices,
     find_machine,
+    is_own_address,
     refuse,
     resolve_name,
     started_copies,
@@ -248,7 +250,7 @@ def run_several(options: argparse.Namespace, asked: Launch) -> tuple[int, bool]:
     if asked.num_machines > 1:
         where = f"machine {asked.machine_rank} of {asked.num_machines}, {asked.num_processes} processes, meeting at"
         where += f" {asked.address}:{asked.port}"
-        options.rdzv_conf = options.rdzv_conf or f"timeout={MEETING_TIMEOUT}"
+        options.rdzv_conf = options.rdzv_conf or f"timeout={MEETING_TIMEOUT},join_timeout={MEETING_TIMEOUT}"
         print(where, flush=True)
     try:
         launch.launch_command(options)
@@ -259,8 +261,8 @@ def run_several(options: argparse.Namespace, asked: Launch) -> tuple[int, bool]:
         return 1, True
     except (DistError, RendezvousError) as error:
         raise MachineError(
-            f"{where}: they did not find each other ({one_line(error)[:200]}). Is machine 0 started, its address one"
-            " that this machine reaches, the port open and free, and --machine_rank another on each machine?"
+            f"{where}: they did not find each other ({one_line(error)[:200]}). Is machine 0 started, can this machine"
+            " reach its address, is the port open and free, and does each machine have its own --machine_rank?"
         ) from error
     return 0, False
 
@@ -313,23 +315,55 @@ def read_run(output_dir: str | None) -> dict:
         return {}
 
 
+def end_of_run(output_dir: str | None, before: dict, began: float) -> dict:
+    """Return status and cause of the run that has just ended, as far as its processes wrote them; may be empty.
+
+    `before` is run.json before the start, `began` the time of the start. run.json is written by machine 0; where that
+    machine is lost, the other processes' notes remain.
+    """
+    run = read_run(output_dir)
+    if run == before:  # it tells of an earlier start
+        run = {}
+    if output_dir and run.get("status", "running") == "running":
+        from kit.runlog import NOTES
+
+        for path in Path(output_dir).glob(NOTES):
+            with suppress(OSError, ValueError):
+                note = json.loads(path.read_text("utf-8"))
+                if note["time"] >= began and note["status"] == "failed":
+                    return note
+    return run
+
+
+def lost_peer(cause: str, asked: Launch, is_own_address=is_own_address) -> str:
+    """Return the machine that an error of gloo or NCCL is about, with its address where the error gives one."""
+    found = re.search(r"\[([0-9.]+|[0-9a-f]*:[0-9a-f:]+)\]:\d+", cause)
+    address = found[1] if found else None
+    if address and is_own_address(address):
+        return f"another process of this machine, {address}"
+    if asked.num_machines == 2:
+        name = f"machine {1 - asked.machine_rank}"
+    elif address and address == resolve_name(asked.address or ""):
+        name = "machine 0"
+    else:
+        name = "another machine"
+    return f"{name}, {address}" if address else name
+
+
 def code_of_all(run: dict, output_dir: str | None, asked: Launch, code: int, is_signalled: bool) -> int:
     """Return the exit code of several processes: their launcher forgets it when a signal ends them.
 
-    `run` is the run.json that they wrote. Raises `MachineError` where they ended because those of another machine are
-    gone.
+    `run` is what they wrote about their end. Raises `MachineError` where they lost the connection to another machine.
     """
-    if code == 1 and run.get("status") == "stopped":
+    if code in (0, 1) and run.get("status") == "stopped":
         return EXIT_STOPPED
     if code == 1 and not is_signalled and asked.num_machines > 1:
         cause = str(run.get("cause"))
         if lost := re.search(r"Connection (closed|reset) by peer|Timed out waiting|Broken pipe", cause):
-            other = f"machine {1 - asked.machine_rank}" if asked.num_machines == 2 else "another machine"
-            address = re.search(r"\[([0-9.]+|[0-9a-f]*:[0-9a-f:]+)\]:\d+", cause)
             raise MachineError(
-                f"lost the connection to {address[1] if address else other} ({lost[0]}): its processes"
-                " ended or hang, or the network is cut. The same command on all machines goes on from the last"
-                f" complete checkpoint in {output_dir}"
+                f"lost the connection to {lost_peer(cause, asked)} ({lost[0]}): its processes ended or hang, or the"
+                " network is down. Start the same command on all machines to go on from the last complete checkpoint"
+                f" in {output_dir}"
             )
     if is_signalled and output_dir:
         from kit.run_directory import has_progress
@@ -349,7 +383,7 @@ def restarts(run_once, output_dir_of) -> int:
         if not str(read_run(output_dir_of()).get("cause")).startswith("out of memory"):
             break
         os.environ["TEMPLATES_RESTART_COUNT"] = str(count)  # overwrite_output_dir must not delete a run that goes on
-        print(f"memory     ran out: the same command again ({count} of at most {MAX_RESTARTS})", flush=True)
+        print(f"memory     ran out: starting the same command again ({count} of at most {MAX_RESTARTS})", flush=True)
     return code
 
 
@@ -434,10 +468,9 @@ def start_several(accelerate_options, asked: Launch, script: Path) -> int:
     output_dir = check_script(script, options.training_script_args, reads_data=True)
 
     def run_once() -> tuple[int, bool]:
-        before = read_run(output_dir)
+        before, began = read_run(output_dir), time.time()
         code, is_signalled = run_several(accelerate_options(), asked)
-        after = read_run(output_dir)
-        run = {} if after == before else after  # else it tells of an earlier start
+        run = end_of_run(output_dir, before, began)
         return code_of_all(run, output_dir, asked, code, is_signalled), is_signalled
 
     return restarts(run_once, lambda: output_dir)

@@ -112,7 +112,7 @@ def test_two_machines_train_as_one_process_and_survive_the_loss_of_one(one, tiny
         last = text.strip().splitlines()[-1]
         assert last.startswith("error: lost the connection to ") and str(tmp_path / "both") in last
         if words[0]:
-            assert last.startswith(f"error: lost the connection to {address[:-1]}2 (Connection ")
+            assert last.startswith(f"error: lost the connection to machine 1, {address[:-1]}2 (Connection ")
         assert json.loads((tmp_path / "both" / "run.json").read_text())["status"] == "failed"
         kept = sorted(path.name for path in (tmp_path / "both" / "checkpoints").iterdir())
         assert "step_00000010" in kept
@@ -125,6 +125,70 @@ def test_two_machines_train_as_one_process_and_survive_the_loss_of_one(one, tiny
     assert (facts["world"]["num_processes"], facts["world"]["num_nodes"], facts["starts"]) == (2, 2, 2)
     assert "Traceback" not in log[1].read_text(), "the machine that ends last is quiet"
     assert largest_difference(numbers(one), numbers(tmp_path / "both")) < CLOSE
+
+
+# Steps that take a while, so that machines can leave and return between them; longest while one is awaited.
+SLOW = """import os, runpy, sys, time, torch
+step = torch.optim.AdamW.step
+def slow_step(self, *arguments):
+    time.sleep(0.2 if os.environ["WORLD_SIZE"] == "2" else 1.5)
+    return step(self, *arguments)
+torch.optim.AdamW.step = slow_step
+sys.path.insert(0, {folder!r})
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+def test_an_elastic_run_goes_on_with_the_machine_that_is_left_and_takes_the_other_one_back(
+    one, tiny_settings, tmp_path
+):
+    output, script = tmp_path / "run", tmp_path / "slow.py"
+    names = {"folder": str(TEMPLATES), "script": str(TEMPLATES / "text_classification.py")}
+    script.write_text(SLOW.format(**names))
+    variables = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+    with two_nodes() as (address, words), contextlib.ExitStack() as started:
+        addresses, port = [address, f"{address[:-1]}2" if words[0] else address], free_port()
+
+        def start(rank: int) -> subprocess.Popen:
+            command = [*words[rank], sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2"]
+            command += ["--nproc_per_node", "1", "--max_restarts", "3", "--local_addr", addresses[rank]]
+            command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{address}:{port}", "--rdzv_id", "elastic"]
+            conf = f"is_host={int(rank == 0)},last_call_timeout=3,keep_alive_interval=1"
+            command += ["--rdzv_conf", conf, str(script)]
+            command += options_of(settings_of(tiny_settings, output, ddp_timeout=20.0))
+            with open(tmp_path / f"node{rank}.log", "a") as file:
+                process = subprocess.Popen(
+                    command,
+                    cwd=REPOSITORY,
+                    env=os.environ | variables,
+                    stdout=file,
+                    stderr=file,
+                    start_new_session=True,
+                )
+            started.callback(end, process)
+            return process
+
+        def trains_on(num_processes: int) -> bool:
+            """Whether so many processes have made a few steps since their start."""
+            facts = read_run(output)
+            if facts.get("world", {}).get("num_processes") != num_processes or not (output / "metrics.jsonl").exists():
+                return False
+            return len(lines(output, "loss")) > max([9, *facts.get("resumes", [])]) + 3
+
+        nodes = [start(rank) for rank in range(2)]
+        log = tmp_path / "node0.log"
+        wait_for(lambda: trains_on(2), nodes[0], log)
+        for child in children_of(nodes[1].pid):
+            os.kill(child, signal.SIGKILL)
+        end(nodes[1])
+        wait_for(lambda: trains_on(1), nodes[0], log)
+        nodes[1] = start(1)
+        wait_for(lambda: trains_on(2), nodes[0], log)
+        assert [node.wait(LIMIT) for node in nodes] == [0, 0], log.read_text()
+    facts = read_run(output)
+    assert (facts["status"], facts["starts"], len(facts["resumes"])) == ("done", 3, 2)
+    assert largest_difference(numbers(one), numbers(output)) < CLOSE
 
 
 # ------------------------------------------------------------------------------------------------ schedulers and files
@@ -176,7 +240,7 @@ def test_a_job_of_slurm_is_queued_again_after_a_signal_and_goes_on_to_the_end(on
             lambda: (output / "metrics.jsonl").exists() and len(lines(output, "loss")) > 12, tmp_path / "slurm"
         )
         slurm.ask(environment, "scancel", "--signal=USR1", job)  # as --signal does before the time limit
-        slurm.wait_for(lambda: read_status(output) == "stopped", tmp_path / "slurm")
+        slurm.wait_for(lambda: read_run(output).get("status") == "stopped", tmp_path / "slurm")
         # Meanwhile an array, each of whose jobs only says what it would start.
         environment["PYTHON"] = "echo"
         submit("--array=0-1", f"--output={tmp_path}/array_%a.log", str(CLUSTERS / "slurm.sbatch"), "train.py")
@@ -196,10 +260,10 @@ def test_a_job_of_slurm_is_queued_again_after_a_signal_and_goes_on_to_the_end(on
     assert largest_difference(numbers(one), numbers(output)) < CLOSE
 
 
-def read_status(output: Path) -> str | None:
+def read_run(output: Path) -> dict:
     with contextlib.suppress(OSError, ValueError):
-        return json.loads((output / "run.json").read_text())["status"]
-    return None
+        return json.loads((output / "run.json").read_text())
+    return {}
 
 
 def test_shell_files_are_sound():

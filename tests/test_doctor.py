@@ -64,11 +64,11 @@ NODE = ("--main_process_ip", "node0")
             "cpu",
             ("--num_processes", "2"),
             0,
-            "starts one process (distributed_type NO), but 2 are asked for: use PROFILE=",
+            "starts one process (distributed_type NO), but num_processes is 2: use PROFILE=",
         ),
         ("single_gpu", (), 0, None),
         ("single_gpu", (), 2, None),
-        ("single_gpu", ("--num_processes", "2"), 2, "but 2 are asked for"),
+        ("single_gpu", ("--num_processes", "2"), 2, "but num_processes is 2"),
         ("single_gpu", ("--gpu_ids", "2"), 2, "gpu_ids 2: no device 2, devices found: 0 to 1"),
         ("multi_gpu", (), 0, None),  # on the CPU
         ("multi_gpu", (), 1, "2 processes asked for on this machine, 1 device found: use NUM_PROCESSES=1"),
@@ -90,8 +90,13 @@ NODE = ("--main_process_ip", "node0")
         ("multi_node", (*NODE, "--machine_rank", "2"), 2, "machine rank 2 of 2 machines: give --machine_rank 0 to 1"),
         ("multi_node", (), 2, "multi_node has no main_process_ip: give an address of machine 0"),
         ("multi_node", ("--main_process_ip", "nowhere"), 2, "main_process_ip nowhere cannot be resolved"),
-        ("multi_node", (*NODE, "--main_process_port", "0"), 2, "main_process_port 0: several machines need one port"),
-        ("multi_node", (*NODE, "--main_process_port", "70000"), 2, "main_process_port 70000: several machines"),
+        (
+            "multi_node",
+            (*NODE, "--main_process_port", "0"),
+            2,
+            "main_process_port 0: all machines must use the same port",
+        ),
+        ("multi_node", (*NODE, "--main_process_port", "70000"), 2, "main_process_port 70000: all machines"),
     ],
 )
 def test_the_devices_and_machines_asked_for_are_those_there(name, options, devices, verdict):
@@ -137,7 +142,7 @@ def test_a_port_that_is_taken_is_named_on_the_machine_that_needs_it():
     ("precision", "devices", "packages", "verdict"),
     [
         ("no", Devices(), (), None),
-        ("fp16", Devices(), (), "mixed_precision fp16 needs a GPU and PyTorch sees none"),
+        ("fp16", Devices(), (), "mixed_precision fp16 needs a GPU, and this run uses the CPU"),
         ("fp16", CUDA, (), None),
         ("bf16", CUDA, (), None),
         ("bf16", replace(CUDA, has_bf16=False), (), "needs a GPU with bf16 (Ampere or newer): fp16 or no"),
@@ -167,12 +172,12 @@ def test_bf16_on_a_cpu_without_instructions_for_it_is_said_to_be_slow():
 def test_what_makes_a_run_slow_or_short_is_a_note_with_its_cure():
     several = asked("multi_cpu", "--num_processes", "4")
     assert notes(several, machine()) == []
-    assert notes(several, machine(cores=2)) == ["4 processes share 2 cores: it works, and is slow"]
+    assert notes(several, machine(cores=2)) == ["4 processes share 2 cores: this works but is slow"]
     assert "unset it, or OMP_NUM_THREADS=4" in str(notes(several, machine(threads=8)))
     assert "/dev/shm has 64 MiB free" in str(notes(several, machine(shared_memory=64 << 20)))
     assert "has 900 MiB free: checkpoints may not fit" in str(notes(several, machine(disk=900 << 20)))
     assert notes(several, machine(untested=["torch 9 is outside"])) == ["torch 9 is outside"]
-    assert "PyTorch sees no accelerator device" in str(notes(asked("multi_gpu"), machine()))
+    assert "PyTorch sees no accelerator, so the run uses the CPU" in str(notes(asked("multi_gpu"), machine()))
 
 
 def test_compiling_needs_a_compiler():

@@ -97,8 +97,8 @@ def find_machine(devices: Devices | None = None) -> Machine:
         disk=shutil.disk_usage(Path.cwd()).free,
         compiler=find_compiler(),
         resolve=resolve_name,
-        is_port_free=lambda port: _can_bind("", port),
-        is_own_address=lambda address: _can_bind(address, 0),
+        is_port_free=is_port_free,
+        is_own_address=is_own_address,
         has_package=lambda name: importlib.util.find_spec(name) is not None,
     )
 
@@ -146,12 +146,20 @@ def choose_interface(address: str) -> None:
             os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
-def _can_bind(address: str, port: int) -> bool:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as server:
+def is_own_address(address: str) -> bool:
+    """Return whether a numeric address is one of this machine's."""
+    import psutil  # binding to the address is no proof: systems may allow that for any address (ip_nonlocal_bind)
+
+    own = {entry.address.split("%")[0] for entries in psutil.net_if_addrs().values() for entry in entries}
+    return is_loopback(address) or address in own
+
+
+def is_port_free(port: int) -> bool:
+    """Return whether this machine can listen on a port."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just left may be taken
         try:
-            server.bind((address, port))
+            server.bind(("", port))
             server.listen(1)
         except OSError:
             return False
@@ -255,8 +263,8 @@ def _numbers(launch: Launch):
         yield Finding(f"{name}: {processes} TPU processes are not supported yet: use --num_processes 1")
     elif processes > 1 and launch.kind == "NO":
         yield Finding(
-            f"{name} starts one process (distributed_type NO), but {processes} are asked for: use PROFILE=multi_cpu or"
-            " PROFILE=multi_gpu"
+            f"{name} starts one process (distributed_type NO), but num_processes is {processes}: use PROFILE=multi_cpu"
+            " or PROFILE=multi_gpu"
         )
 
 
@@ -264,13 +272,16 @@ def _meeting(launch: Launch, machine: Machine):
     name, machines = launch.name, launch.num_machines
     if machines == 1:
         if launch.port and launch.num_processes > 1 and not machine.is_port_free(launch.port):
-            yield Finding(f"port {launch.port} is in use: another free one is taken", is_error=False)
+            yield Finding(f"port {launch.port} is in use, so a free one is used instead", is_error=False)
         return
-    address, cure = launch.address, "give an address of machine 0 that the others reach: --main_process_ip (MAIN_IP=)"
+    address, cure = (
+        launch.address,
+        "give an address of machine 0 that the others can reach: --main_process_ip (MAIN_IP=)",
+    )
     if not 0 <= launch.machine_rank < machines:
         yield Finding(
             f"machine rank {launch.machine_rank} of {machines} machines: give --machine_rank 0 to {machines - 1},"
-            " another one on each machine (NODE_RANK=)"
+            " a different one on each machine (NODE_RANK=)"
         )
     if not address:
         yield Finding(f"{name} has no main_process_ip: {cure}")
@@ -284,13 +295,13 @@ def _meeting(launch: Launch, machine: Machine):
         yield Finding(f"main_process_ip {address} is not an address of this machine (rank 0): {cure}", is_error=False)
     if not launch.port or not 0 < launch.port < 65536:
         yield Finding(
-            f"main_process_port {launch.port}: several machines need one port between 1 and 65535 that all agree on:"
+            f"main_process_port {launch.port}: all machines must use the same port, between 1 and 65535:"
             " give --main_process_port, such as 29500"
         )
     elif launch.machine_rank == 0 and not machine.is_port_free(launch.port):
         yield Finding(
-            f"main_process_port {launch.port} is in use on this machine: end what listens there, or give another"
-            " --main_process_port on all machines"
+            f"main_process_port {launch.port} is in use on this machine: stop the program that listens there, or"
+            " give another --main_process_port on all machines"
         )
 
 
@@ -300,7 +311,7 @@ def _devices(launch: Launch, machine: Machine):
     name, local, found = launch.name, launch.local_processes, machine.devices.count
     ids = [] if launch.gpu_ids in (None, "all") else launch.gpu_ids.split(",")
     if not found:
-        yield Finding(f"{name}: PyTorch sees no accelerator device, the CPU is used", is_error=False)
+        yield Finding(f"{name}: PyTorch sees no accelerator, so the run uses the CPU", is_error=False)
     elif beyond := [number for number in ids if not number.isdecimal() or int(number) >= found]:
         yield Finding(f"gpu_ids {launch.gpu_ids}: no device {beyond[0]}, devices found: 0 to {found - 1}")
     elif local > (usable := len(ids) or found):
@@ -325,9 +336,7 @@ def precision_findings(launch: Launch, machine: Machine):
     if precision == "fp8" and (is_cpu or not devices.has_fp8):
         yield Finding(f"mixed_precision fp8 needs a GPU with fp8 (Ada, Hopper or newer): bf16, {ways}bf16")
     elif precision == "fp16" and is_cpu:
-        yield Finding(
-            f"mixed_precision fp16 needs a GPU and PyTorch sees none, or is told not to: bf16 or no, {ways}no"
-        )
+        yield Finding(f"mixed_precision fp16 needs a GPU, and this run uses the CPU: use bf16 or no, {ways}no")
     elif precision == "bf16" and not is_cpu and not devices.has_bf16:
         yield Finding(f"mixed_precision bf16 needs a GPU with bf16 (Ampere or newer): fp16 or no, {ways}fp16")
     elif precision == "bf16" and devices and devices.kind == "cpu" and not devices.has_bf16:
@@ -350,7 +359,9 @@ def compiler_findings(launch: Launch, machine: Machine):
 def _resources(launch: Launch, machine: Machine):
     local = launch.local_processes
     if (launch.on_cpu or (machine.devices and machine.devices.kind == "cpu")) and local > machine.cores:
-        yield Finding(f"{local} processes share {_count(machine.cores, 'core')}: it works, and is slow", is_error=False)
+        yield Finding(
+            f"{local} processes share {_count(machine.cores, 'core')}: this works but is slow", is_error=False
+        )
     elif machine.threads and local > 1 and local * machine.threads > machine.cores:
         yield Finding(
             f"OMP_NUM_THREADS={machine.threads} in each of {local} processes: they wait for each other on"
@@ -375,7 +386,7 @@ def _resources(launch: Launch, machine: Machine):
 
 
 def check_environment() -> None:
-    """Refuse what a launcher asks of this script in the environment and the script cannot do; join srun and mpirun.
+    """Refuse what a launcher asks of this script and the script cannot do; join the processes of srun and mpirun.
 
     To be called before anything heavy is imported. Raises `UserError`.
     """
@@ -384,10 +395,9 @@ def check_environment() -> None:
             raise UserError(_not_supported(what, os.environ.get("TEMPLATES_PROFILE", variable)))
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     refuse(list(precision_findings(Launch("", mixed_precision=precision), find_machine())))
-    if world := world_of_scheduler():
-        os.environ.update(world)
-        if world["LOCAL_WORLD_SIZE"] != world["WORLD_SIZE"]:
-            choose_interface(world["MASTER_ADDR"])
+    os.environ.update(world_of_scheduler())
+    if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE") and "MASTER_ADDR" in os.environ:
+        choose_interface(os.environ["MASTER_ADDR"])  # several machines, started by torchrun or a scheduler
 
 
 def world_of_scheduler(environment: dict | None = None) -> dict[str, str]:
