@@ -338,3 +338,19 @@ def late_time_limit(template) -> None:
 
     template.Run.next_window = replaced
     stopping.STARTED = time.monotonic() + 1000
+
+
+def limited_memory_in_backward(template) -> None:
+    """Let the backward pass of more than `limit` samples raise as a device would."""
+    original, limit = template.forward, _options()["limit"]
+
+    def fail(gradient):
+        raise template.torch.OutOfMemoryError("CUDA out of memory (planted)")
+
+    def replaced(model, batch):
+        output = original(model, batch)
+        if output.requires_grad and len(batch["label"]) > limit:
+            output.register_hook(fail)
+        return output
+
+    template.forward = replaced

@@ -24,6 +24,9 @@ import time
 import types
 from pathlib import Path
 
+# No test notices these, and none can:
+# - blank, `model.train()` in main: a module that was just made is in training mode. A pretrained one is not.
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 LIMIT = 30  # seconds for one run of a mutant that hangs
 SIMPLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.Break, ast.Continue, ast.Return, ast.If, ast.For)

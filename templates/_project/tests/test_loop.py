@@ -428,7 +428,7 @@ def test_auto_finds_the_micro_batch_that_fits_and_goes_on_with_less_memory(setti
 def test_a_resumed_run_does_not_search_again(settings, tmp_path):
     here = settings | {"output_dir": str(tmp_path / "run"), "micro_batch_size": "auto"}
     environment = {"FAULT": json.dumps({"limit": 3, "call": 15})}
-    world = World(2, here, SCRIPT, ["faults:limited_memory", "faults:die_in_window"], environment)
+    world = World(2, here, SCRIPT, ["faults:limited_memory_in_backward", "faults:die_in_window"], environment)
     assert -signal.SIGKILL in world.wait(), world.output()
     world = run(2, here)  # with all the memory in the world a search would find 4
     assert "resume " in world.output(0)
