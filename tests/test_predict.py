@@ -12,7 +12,8 @@ import pytest
 
 import made_image_classification
 import worlds
-from conftest import TEMPLATES
+from conftest import REPOSITORY, TEMPLATES
+from tiny import write_pairs
 
 LIMIT = 100  # seconds
 
@@ -258,11 +259,24 @@ def test_a_mistake_is_one_line_before_anything_heavy_is_imported(text_run, tiny)
     lines = [text for text in done.stderr.splitlines() if not text.startswith("import time:")]
     assert done.returncode == 2 and len(lines) == 1, done.stderr
     assert "DATA" in lines[0] and "did you mean 'test.jsonl'" in lines[0]
-    assert " jsonargparse\n" in done.stderr
+    assert " kit.tables\n" in done.stderr
     for name in ("torch", "transformers", "datasets", "pyarrow", "numpy"):
         assert f" {name}\n" not in done.stderr, name
     done = command("--help")
     assert done.returncode == 0 and "--top_k" in done.stdout
+
+
+def test_the_demo_shows_three_pairs_through_the_same_command(text_run, tmp_path):
+    shutil.copytree(text_run, tmp_path / "demo", ignore=shutil.ignore_patterns("predictions"))
+    (tmp_path / "demo/data").mkdir()
+    write_pairs(tmp_path / "demo/data/test.jsonl", 47)
+    script = REPOSITORY / "examples" / "demo" / "three_pairs.py"
+    done = subprocess.run([sys.executable, script, tmp_path / "demo"], capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert done.stdout.count("    model: ") == 3 and done.stdout.count(", really: ") == 3
+    (tmp_path / "demo/run.json").unlink()
+    done = subprocess.run([sys.executable, script, tmp_path / "demo"], capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
 
 
 def test_every_mistake_names_value_and_cure(text_run, image_run, image_data, tiny, tmp_path):
@@ -297,7 +311,7 @@ def test_runs_that_cannot_predict_say_why(text_run, tiny, tmp_path):
     shutil.copytree(text_run, run, ignore=shutil.ignore_patterns("predictions"))
     settings = (run / "settings.yaml").read_text("utf-8")
     (run / "settings.yaml").write_text(settings + "colour: red\n")
-    assert "has colour, which text_classification.py does not know" in refusal(run, tiny / "test.jsonl")
+    assert "has colour, unknown to text_classification.py" in refusal(run, tiny / "test.jsonl")
     (run / "settings.yaml").write_text(settings)
     (run / "predictions_validation.csv").unlink()
     assert "which columns were trained on" in refusal(run, tiny / "test.jsonl")

@@ -73,7 +73,7 @@ def settings_for(run: FinishedRun, settings_class: type, batch_size: int | None)
     values |= {"torch_compile": False, "gradient_checkpointing": False}
     if unknown := values.keys() - settings_class.__dataclass_fields__.keys():
         raise UserError(
-            f"RUN: {run.path / 'settings.yaml'} has {', '.join(sorted(unknown))}, which {run.template}.py does not know:"
+            f"RUN: {run.path / 'settings.yaml'} has {', '.join(sorted(unknown))}, unknown to {run.template}.py:"
             " use the version that trained it (git_commit in run.json)"
         )
     return settings_class(**values)

@@ -1,6 +1,7 @@
 """Predict the labels of texts in any file that training reads. Every column of the file is kept."""
 
 import csv
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,10 @@ def text_columns(run: FinishedRun) -> list[str]:
 
 def read_texts(run: FinishedRun, data: str) -> Texts:
     """Return the rows of `data`, a file or a pattern, as training would read them. Raises `UserError`."""
+    import datasets
+
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
     columns, label_column, files = text_columns(run), run.settings["label_column"], _matching(data)
     shards = [table for table in _shards(files, [*columns, ALL_KEYS], label_column) if not table.is_empty]
     if not shards:
