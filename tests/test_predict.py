@@ -168,10 +168,12 @@ def test_labels_that_are_hidden_or_unknown_are_said_and_not_scored(text_run, tin
     given = records(tiny / "test.jsonl")
     for row, label in zip(given, [-1, None, "maybe", "perhaps", "maybe"], strict=False):
         row["label"] = label
+    given[7]["late"] = "a key that the first row has not"
     (tmp_path / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
     rows, screen = predict(text_run, tmp_path / "some.jsonl")
     assert shares(rows, "0 1") == shares(rows_of(text_run / "predictions_test.csv"), "0 1")
     assert [row["label"] for row in rows[:4]] == ["-1", "", "maybe", "perhaps"]
+    assert [row["late"] for row in rows] == [row.get("late", "") for row in given]
     assert "3 rows have labels that the model does not know: ['maybe', 'perhaps']" in screen
     assert "scored     6 of 11 samples" in screen
     right = sum(row["label"] == row["prediction"] for row in rows[5:]) / 6
