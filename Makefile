@@ -49,7 +49,7 @@ demo: environment ## train a real BERT on made sentence pairs, offline, in two m
 	@model=$$($(VENV_PYTHON) examples/demo/model_path.py) && $(START) templates/text_classification.py \
 		--config examples/demo/recipe.yaml --model_name_or_path "$$model" $(call ANEW,demo) $(ARGS)
 	@echo "Three synthetic pairs that the model has not seen:"
-	@$(VENV_PYTHON) examples/demo/predict.py outputs/demo
+	@$(VENV_PYTHON) examples/demo/three_pairs.py outputs/demo
 	@echo "The model is in outputs/demo/best, its curve in outputs/demo/metrics.jsonl, everything else that is known of"
 	@echo "the run in outputs/demo/run.json. Next: make prove; make bert-mrpc; your own data: see README.md."
 
@@ -100,6 +100,12 @@ bench-images: environment ## measure the input pipeline (TEMPLATES_DATA=FOLDER: 
 report: environment ## report of a run, or several side by side (RUNS="outputs/a outputs/b")
 	@test -n "$(RUNS)" || { echo "error: give RUNS, one run directory or several" >&2; exit 2; }
 	@$(VENV_PYTHON) templates/report.py $(RUNS) $(ARGS)
+
+.PHONY: predict
+predict: ## predict with a finished run (RUN=outputs/a DATA=FILE_OR_FOLDER OUTPUT=new.csv)
+	@test -n "$(RUN)" && test -n "$(DATA)" || { echo "error: give RUN, a run directory, and DATA, a file or folder" >&2; exit 2; }
+	@$(MAKE) --no-print-directory environment
+	@$(START) templates/predict.py "$(RUN)" "$(DATA)" $(if $(OUTPUT),--output "$(OUTPUT)") $(ARGS)
 
 .PHONY: watch
 watch: environment ## follow a running one: its lines, and its report renewed (RUN=outputs/a)

@@ -138,7 +138,11 @@ def test_a_project_is_clean_and_has_the_kit_that_it_imports(template, projects):
             [sys.executable, "-m", "ruff", *command, "--no-cache", "."], cwd=project, capture_output=True, text=True
         )
         assert answer.returncode == 0, answer.stdout + answer.stderr
-    imported, queue = set(), [project / f"{template}.py", project / "launch.py", project / "report.py"]
+    # predict.py imports the reader of its own template by name
+    readers = [*(project / "kit").glob("*_predictions.py")]
+    scripts = [project / f"{name}.py" for name in (template, "launch", "report", *(["predict"] if readers else []))]
+    assert len(readers) == (template != "blank")
+    imported, queue = {f"kit.{path.stem}" for path in readers}, [*scripts, *readers]
     foreign = set()
     while queue:
         for name in imports_of(queue.pop()):
@@ -189,6 +193,7 @@ def test_no_python_file_is_a_jinja_file_and_no_file_is_here_twice():
         "configs",
         "launch.py",
         "report.py",
+        "predict.py",
         "worlds.py",
         *(f"{t}.py" for t in TEMPLATES),
     }

@@ -51,6 +51,13 @@ def class_order(labels: Iterable[str]) -> list[str]:
     return sorted(labels, key=int if all(re.fullmatch(r"-?[0-9]{1,4000}", label) for label in labels) else str)
 
 
+def as_truth_values(names: list[str], known: Iterable[str]) -> list[str]:
+    """Return the labels with 'true' and FALSE as True and False, where the known ones are nothing but truth values."""
+    truth = {name.lower(): name for name in known}
+    is_truth = truth.keys() == {"true", "false"} and len(truth) == len(list(known))
+    return [truth.get(name.lower(), name) for name in names] if is_truth else names
+
+
 def look_alikes(labels: Iterable[str]) -> tuple[list[list[str]], list[list[str]]]:
     """Return groups of labels that look the same on a screen, and groups that differ in case or spelling of form only.
 

@@ -11,8 +11,9 @@ from kit.errors import UserError
 from kit.predictions import FinishedRun
 from kit.table_cache import Reading, open_split, work_folder
 from kit.table_files import Table, expanded, show
+from kit.table_labels import as_truth_values
 from kit.table_rows import read_rows, write_rows
-from kit.tables import TextSplits, _check_columns, _check_files, _matching, _shards
+from kit.tables import TextSplits, check_columns, check_files, matching, open_shards
 
 if TYPE_CHECKING:
     import datasets
@@ -42,7 +43,7 @@ class Texts:
 
 def check_data(data: str) -> None:
     """Refuse what is no file of texts. Imports nothing heavy."""
-    _check_files("DATA", data)
+    check_files("DATA", data)
 
 
 def text_columns(run: FinishedRun) -> list[str]:
@@ -64,13 +65,13 @@ def read_texts(run: FinishedRun, data: str) -> Texts:
 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    columns, label_column, files = text_columns(run), run.settings["label_column"], _matching(data)
-    shards = [table for table in _shards(files, [*columns, ALL_KEYS], label_column) if not table.is_empty]
+    columns, label_column, files = text_columns(run), run.settings["label_column"], matching(data)
+    shards = [table for table in open_shards(files, [*columns, ALL_KEYS], label_column) if not table.is_empty]
     if not shards:
         raise UserError(f"{data}: has no rows")
     is_labelled = any(label_column in table.names for table in shards)
     for table in shards:
-        _check_columns("the prediction", table, [*columns, label_column] if is_labelled else columns)
+        check_columns("the prediction", table, [*columns, label_column] if is_labelled else columns)
     reading = Reading({"predict": [columns, label_column, run.label_names]}, [expanded(name) for name in files], {})
     result = reading.recall()
     if result is None:
@@ -86,9 +87,7 @@ def _read(run: FinishedRun, shards: list[Table], columns: list[str], label_colum
     import numpy as np
 
     rows = read_rows(shards, columns, label_column, work / "data.rows", None)
-    truth = {name.lower(): name for name in run.label_names}
-    if len(run.label_names) == 2 and truth.keys() == {"true", "false"}:  # as in training
-        rows.names = [truth.get(name.lower(), name) for name in rows.names]
+    rows.names = as_truth_values(rows.names, run.label_names)
     unknown = list(dict.fromkeys(name for name in rows.names if name not in run.label_names))
     notes = []
     if unknown:

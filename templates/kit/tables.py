@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from kit.errors import UserError
 from kit.table_cache import Reading, open_split, work_folder
 from kit.table_files import KINDS, Table, dataset_table, expanded, kind_of, open_table, show
-from kit.table_labels import class_order, look_alike_of, look_alikes
+from kit.table_labels import as_truth_values, class_order, look_alike_of, look_alikes
 from kit.table_rows import Rows, carve, read_rows, write_rows
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def check_text_sources(
     if dataset_name is not None and Path(dataset_name).exists():
         raise UserError(f"dataset_name: {dataset_name!r} is on this disk: name its files with train_file")
     for option, name in files.items():
-        _check_files(option, name)
+        check_files(option, name)
     texts = list(text_columns or [])
     if text_columns is not None and (len(texts) not in (1, 2) or len(set(texts)) != len(texts)):
         raise UserError(f"text_columns: {texts} must be one name or two different ones")
@@ -67,11 +67,12 @@ def check_text_sources(
         raise UserError(f"validation_fraction: {validation_fraction} must lie between 0 and 1")
 
 
-def _check_files(option: str, name: str) -> None:
+def check_files(option: str, name: str) -> None:
+    """Raise `UserError` where a name or a pattern stands for no files that can be read as one."""
     path, place = expanded(name), f"{option}: {name!r}"
     if path.is_dir():
         raise UserError(f"{place} is a folder: name one file in it, or several by a pattern such as '{path}/*.csv'")
-    found = _matching(name)
+    found = matching(name)
     if not found:
         if glob.has_magic(name):
             raise UserError(f"{place} matches no file")
@@ -90,7 +91,7 @@ def _check_files(option: str, name: str) -> None:
             raise UserError(f"{place} may not be read by you: see its permissions")
 
 
-def _matching(name: str) -> list[str]:
+def matching(name: str) -> list[str]:
     """Return the files that a name or a pattern stands for, sorted."""
     if expanded(name).exists():
         return [name]
@@ -128,7 +129,7 @@ def read_text_splits(
         fingerprints = {split: [name, data._fingerprint] for split, (name, data) in hub.items()}
     else:
         source = {option: path for option, path in files.items() if path is not None}
-        found = {option.removesuffix("_file"): _matching(path) for option, path in source.items()}
+        found = {option.removesuffix("_file"): matching(path) for option, path in source.items()}
     options = {**source, **columns, "fraction": validation_fraction, "seed": seed, "config": dataset_config_name}
     reading = Reading(options, [expanded(name) for names in found.values() for name in names], fingerprints)
     result = reading.recall()
@@ -137,7 +138,7 @@ def read_text_splits(
             tables = {split: [dataset_table(f"{dataset_name} ({name})", data)] for split, (name, data) in hub.items()}
             notes = [f"{split}: {t[0].where}" for split, t in tables.items() if not t[0].where.endswith(f"({split})")]
         else:
-            tables = {split: _shards(names, text_columns or [], label_column) for split, names in found.items()}
+            tables = {split: open_shards(names, text_columns or [], label_column) for split, names in found.items()}
             notes = [
                 f"{len(names)} files match {source[f'{s}_file']!r}" for s, names in found.items() if len(names) > 1
             ]
@@ -179,7 +180,7 @@ def _hub_splits(dataset_name: str, config: str | None) -> dict[str, tuple[str, "
     return splits
 
 
-def _shards(names: list[str], text_columns: list[str], label_column: str) -> list[Table]:
+def open_shards(names: list[str], text_columns: list[str], label_column: str) -> list[Table]:
     """Open the files of a split; all of them have the same columns."""
     tables = [open_table(name, text_columns, label_column) for name in names]
     named = [table for table in tables if table.names]  # a file of blank lines has no columns
@@ -245,7 +246,7 @@ def _read_split(split: str, shards: list[Table], text_columns, label_column, fil
     """Return the checked rows of a split; only a test split may lack labels. `seed`: rank the rows to be carved."""
     is_labelled = split != "test" or any(label_column in table.names for table in shards)
     for table in shards:
-        _check_columns(split, table, [*text_columns, label_column] if is_labelled else text_columns)
+        check_columns(split, table, [*text_columns, label_column] if is_labelled else text_columns)
     rows = read_rows(shards, text_columns, label_column if is_labelled else None, file, seed)
     if rows.first_blank:
         notes.append(f"labels in {label_column!r} have blanks around them ({rows.first_blank}): read without them")
@@ -269,7 +270,7 @@ def _find_text_columns(train: Table, label_column: str, notes: list[str]) -> tup
     for names in KNOWN_TEXT_COLUMNS:
         if set(others) >= set(names):
             return names
-    _check_columns("train", train, [label_column])
+    check_columns("train", train, [label_column])
     once = [name for name in others if name and others.count(name) == 1]
     values = next(train.chunks(once)) if once else []
     with_words = [name for name, column in zip(once, values, strict=True) if any(map(_has_words, column))]
@@ -286,7 +287,8 @@ def _has_words(value) -> bool:
     return isinstance(value, str) and not is_mark and any(map(str.isalpha, value))
 
 
-def _check_columns(split: str, table: Table, needed) -> None:
+def check_columns(split: str, table: Table, needed) -> None:
+    """Raise `UserError` where the table lacks one of the `needed` columns."""
     for name in needed:
         if name not in table.names:
             missing = f"no column {name!r} for {split}{_near(name, table.names)}"
@@ -319,9 +321,7 @@ def _label_names(train: Table, label_column: str, rows: Rows, notes: list[str]) 
 
 def _check_known(split: str, rows: Rows, known: list[str], label_names: tuple[str, ...]) -> None:
     """Refuse labels that train has not; 'true' and TRUE are its True where it has nothing but truth values."""
-    truth = {name.lower(): name for name in known}
-    if len(known) == 2 and truth.keys() == {"true", "false"}:
-        rows.names = [truth.get(name.lower(), name) for name in rows.names]
+    rows.names = as_truth_values(rows.names, known)
     unknown = sorted(set(rows.names) - set(known))
     if unknown:
         found = []
