@@ -155,6 +155,8 @@ def plan(sweep: Sweep) -> tuple[Path, list[Trial]]:
             settings = settings_of(trial.options)
             module.check(settings)
             content = dataclasses.asdict(settings) | {"output_dir": None}
+            if content.get("push_to_hub"):
+                raise UserError("push_to_hub: a sweep uploads nothing; upload its best run with `make push RUN=...`")
             if content in seen:
                 raise UserError(f"--grid: {trials[seen.index(content)].name} and {trial.name} are the same run")
             trials, seen = [*trials, trial], [*seen, content]

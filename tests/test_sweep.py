@@ -29,6 +29,8 @@ class Settings(TrainingSettings):
     """What a training script has."""
     output_dir: str = "outputs/fake"
     """Where."""
+    push_to_hub: bool = False
+    """Upload."""
     name: str = "any"
     """A text."""
 
@@ -88,6 +90,7 @@ def command(fake, *options: str, profile: str = str(REPOSITORY / "configs" / "cp
         (["--seeds", "0", "--grid", "learning_rate=0.1,1e-1"], "learning_rate=1e-1,seed=0 are the same run"),
         (["--seeds", "0", "--grid", "seed=1,2"], "give --seeds"),
         (["--seeds", "0", "--seed", "1"], "--seed is set by the sweep"),
+        (["--seeds", "0", "--push_to_hub", "true"], "a sweep uploads nothing"),
         (["--seeds", "0", "--max_train_step", "1"], "did you mean max_train_steps"),
     ],
 )
