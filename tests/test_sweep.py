@@ -119,7 +119,9 @@ def test_a_folder_with_another_run_is_named_before_anything_is_started(fake):
 
 
 def test_values_with_slashes_and_commas_in_their_names_stay_in_the_folder_of_the_sweep(fake):
-    arguments = command(fake, "--seeds", "0", "--grid", "name=../../a,..%2F..%2Fa,a b", "--output_dir", str(fake / "s"))
+    arguments = command(
+        fake, "--seeds", "0", "--grid", "name=../../../../a,..%2F..%2F..%2F..%2Fa,a b", "--output_dir", str(fake / "s")
+    )
     folder, trials = sweep.plan(sweep.read_arguments(arguments))
     assert folder == fake / "s"
     assert len({trial.path.resolve() for trial in trials}) == 3
