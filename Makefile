@@ -38,7 +38,7 @@ environment: ## make VENV and install everything that the other jobs need
 		"$(PYTHON)" -c 'import sys; sys.exit("error: Python 3.10 or newer is needed: make PYTHON=python3.12" \
 			if sys.version_info < (3, 10) else 0)' \
 		&& "$(PYTHON)" -m venv "$(VENV)" \
-		&& $(VENV_PYTHON) -m pip install ".[demo,test,new,notebook]" \
+		&& $(VENV_PYTHON) -m pip install ".[demo,test,new,notebook,onnx]" \
 		&& cp pyproject.toml "$(VENV)/.installed-templates"; }
 
 .PHONY: demo
@@ -111,6 +111,22 @@ predict: ## predict with a finished run (RUN=outputs/a DATA=FILE_OR_FOLDER OUTPU
 watch: environment ## follow a running one: its lines, and its report renewed (RUN=outputs/a)
 	@test -n "$(RUN)" || { echo "error: give RUN, a run directory" >&2; exit 2; }
 	@exec $(VENV_PYTHON) templates/report.py "$(RUN)" --follow
+
+.PHONY: sweep
+# ARGS='--grid learning_rate=1e-5,3e-5 --max_train_steps 100'
+sweep: environment ## train a recipe with several seeds and settings, one table (RECIPE=r.yaml SEEDS="0 1 2" TEMPLATE=image_classification)
+	@test -n "$(RECIPE)" || { echo "error: give RECIPE, a recipe, and SEEDS" >&2; exit 2; }
+	exec $(VENV_PYTHON) templates/sweep.py templates/$(or $(TEMPLATE),text_classification).py --config "$(RECIPE)" --seeds "$(SEEDS)" $(ARGS) -- $(PLACE)
+
+.PHONY: export
+export: environment ## write the model of a finished run as ONNX (RUN=outputs/a FORMAT=onnx)
+	@test -n "$(RUN)" || { echo "error: give RUN, a run directory" >&2; exit 2; }
+	@$(VENV_PYTHON) templates/export.py "$(RUN)" $(if $(FORMAT),--format "$(FORMAT)") $(ARGS)
+
+.PHONY: push
+push: environment ## upload a finished run to the hub, private (RUN=outputs/a ARGS='--hub_model_id me/model')
+	@test -n "$(RUN)" || { echo "error: give RUN, a run directory" >&2; exit 2; }
+	@PYTHONPATH=templates $(VENV_PYTHON) -m kit.share "$(RUN)" $(ARGS)
 
 .PHONY: new
 # From the last commit, never from what is not committed: `make update` in the project has to find it again.

@@ -19,6 +19,7 @@ from kit.model_card import write_card
 from kit.run_directory import check_run_directory
 from kit.runlog import RunLog, short
 from kit.settings import TrainingSettings, differences, numbers_in_force
+from kit.share import push_after_training
 from kit.stopping import EXIT_STOPPED, Stopper
 from kit.world import describe_world, on_main
 
@@ -353,6 +354,8 @@ class Run:
         try:
             if error is None:
                 self.log.close(status="done")
+                if self.settings.push_to_hub and self.accelerator.is_main_process:
+                    push_after_training(self.settings)  # with the report, which says that the run is done
             elif isinstance(error, SystemExit) and error.code == EXIT_STOPPED:
                 self.log.close(status="stopped", cause=self.stop.reason)
             else:

@@ -9,13 +9,8 @@ from kit.errors import UserError
 from kit.settings import TrainingSettings, differences, numbers_in_force
 
 LEFT_BEHIND = (  # run.json goes last when a run is deleted: without it nobody could tell whose the rest is
-<<<<<<< ours
-    "settings.yaml metrics.jsonl README.md report.html predictions_validation.csv predictions_test.csv checkpoints best"
-    " final trackers run.json".split()
-=======
-    "settings.yaml metrics.jsonl README.md report.html predictions_validation.csv predictions_test.csv predictions"
-    " checkpoints best final run.json".split()
->>>>>>> theirs
+    "settings.yaml metrics.jsonl README.md report.html predictions_validation.csv predictions_test.csv predictions onnx"
+    " checkpoints best final trackers run.json".split()
 )
 
 

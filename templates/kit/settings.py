@@ -13,7 +13,7 @@ NEUTRAL = frozenset(
     "output_dir overwrite_output_dir resume_from_checkpoint micro_batch_size eval_batch_size num_workers"
     " dataloader_timeout logging_steps checkpointing_steps checkpoints_total_limit max_train_time ddp_timeout"
     " find_unused_parameters gradient_checkpointing torch_compile torch_compile_backend skip_nonfinite_steps"
-    " report_to".split()
+    " report_to push_to_hub hub_model_id hub_private_repo".split()
 )
 
 
@@ -81,6 +81,12 @@ class TrainingSettings:
     """Trackers, as '[tensorboard, mlflow]'. Also wandb, trackio, comet_ml, aim, clearml, dvclive, swanlab."""
     max_train_time: PositiveFloat | None = None
     """Seconds after which this start of the run saves and stops."""
+    push_to_hub: bool = False
+    """Upload the best model, the card and the report to the hub after training."""
+    hub_model_id: str | None = None
+    """Name of the repository, as OWNER/NAME. Unset: the name of output_dir, in your own namespace."""
+    hub_private_repo: bool = True
+    """Make the repository private. A public one is refused unless this is false."""
     ddp_timeout: PositiveFloat = 600.0
     """Seconds that a process waits for the others before it fails."""
 

@@ -52,7 +52,7 @@ def parent_command() -> list[bytes]:
 
 def is_launcher(command: list[bytes]) -> bool:
     """Return whether a command line starts training processes; a folder that is called accelerate does not make one."""
-    commands = (b"accelerate", b"accelerate-launch", b"torchrun", b"launch.py")
+    commands = (b"accelerate", b"accelerate-launch", b"torchrun", b"launch.py", b"sweep.py")
     modules = (b"accelerate.commands.launch", b"accelerate.commands.accelerate_cli", b"torch.distributed.run")
     return any(word.rsplit(b"/", 1)[-1] in commands or word in modules for word in command[:3])
 

@@ -20,6 +20,7 @@ from kit.doctor import (
 )
 from kit.errors import MachineError, UserError, one_line
 from kit.settings import TrainingSettings
+from kit.share import check_sharing
 from kit.stopping import is_launcher, parent_command
 
 
@@ -85,6 +86,8 @@ def build_accelerator(settings: TrainingSettings):
             f"{launched} processes were launched, but {accelerator.num_processes} work together: each would train"
             " alone and write the same files. Launch on the CPU with ACCELERATE_USE_CPU=true, or see configs/"
         )
+    if settings.push_to_hub and (note := on_main(accelerator, check_sharing, settings)):
+        accelerator.print(f"note       {note}")
     return accelerator
 
 
