@@ -92,6 +92,10 @@ demo-images: environment ## train on drawn animals, offline, in two minutes
 check-data: data-given environment ## list bad, odd and doubled images (DATA=FOLDER)
 	PYTHONPATH=templates $(VENV_PYTHON) examples/resnet50_pets/check_data.py --data_dir "$(DATA)" $(ARGS)
 
+.PHONY: bench
+bench: environment ## measure what the templates cost and gain: outputs/bench (TEMPLATES_DATA=FOLDER: real lengths)
+	PYTHONPATH=templates $(VENV_PYTHON) examples/bench/bench.py $(ARGS)
+
 .PHONY: bench-images
 bench-images: environment ## measure the input pipeline (TEMPLATES_DATA=FOLDER: on real photos)
 	PYTHONPATH=templates $(VENV_PYTHON) examples/resnet50_pets/bench_images.py --json outputs/bench_images.json $(ARGS)

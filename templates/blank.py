@@ -166,12 +166,14 @@ def main(settings: Settings) -> None:
     notes = dropout_notes(model)
     if is_finished(accelerator, settings, data):
         return
-    sampler = build_sampler(settings, len(train), accelerator.num_processes)
+    sampler = build_sampler(settings, len(train), accelerator.num_processes, process_index=accelerator.process_index)
     optimizer, schedule = build_optimizer(settings, model, sampler.total_steps)
 
     # Prepare (not the schedule: Accelerate would step it once per process)
     def evaluation_loader(rows):
-        rows_sampler = EvaluationSampler(len(rows), settings.eval_batch_size, accelerator.num_processes)
+        rows_sampler = EvaluationSampler(
+            len(rows), settings.eval_batch_size, accelerator.num_processes, process_index=accelerator.process_index
+        )
         return accelerator.prepare(build_loader(rows, rows_sampler, collate, settings))
 
     model, optimizer = accelerator.prepare(model, optimizer)

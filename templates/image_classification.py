@@ -339,7 +339,9 @@ def main(settings: Settings) -> None:
         model = synchronise_batchnorm(accelerator, model)
     model = model.to(accelerator.device, memory_format=layout_for(accelerator.device))
     company = min_micro_batch_size(model, settings.micro_batch_size, settings.global_batch_size, num_processes)
-    sampler = build_sampler(settings, len(train), num_processes, min_micro_batch_size=company)
+    sampler = build_sampler(
+        settings, len(train), num_processes, min_micro_batch_size=company, process_index=accelerator.process_index
+    )
     options = settings.micro_batch_size, settings.sync_batchnorm, settings.gradient_checkpointing
     batchnorm_notes = describe_batchnorm(model, sampler, *options)
     data = splits.source
@@ -353,7 +355,9 @@ def main(settings: Settings) -> None:
 
     # Prepare (not the schedule: Accelerate would step it once per process)
     def evaluation_loader(rows):
-        rows_sampler = EvaluationSampler(len(rows), settings.eval_batch_size, num_processes)
+        rows_sampler = EvaluationSampler(
+            len(rows), settings.eval_batch_size, num_processes, process_index=accelerator.process_index
+        )
         return on_device(accelerator.prepare(build_loader(rows, rows_sampler, collate, settings)))
 
     def on_device(loader, label_smoothing=0.0):

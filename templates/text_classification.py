@@ -263,14 +263,22 @@ def main(settings: Settings) -> None:
     notes = [*splits.notes, *model_notes, describe_labels(splits.label_names), *dropout_notes(model)]
     if is_finished(accelerator, settings, data):
         return
-    sampler = build_sampler(settings, len(train), accelerator.num_processes, train["length"])
+    sampler = build_sampler(
+        settings, len(train), accelerator.num_processes, train["length"], process_index=accelerator.process_index
+    )
     optimizer, schedule = build_optimizer(settings, model, sampler.total_steps)
     weights = class_weights(settings.class_weights, train["label"], accelerator.device)
     criterion = torch.nn.CrossEntropyLoss(weight=weights, ignore_index=-1, reduction="none")  # -1: hidden label
 
     # Prepare (not the schedule: Accelerate would step it once per process)
     def evaluation_loader(rows):
-        rows_sampler = EvaluationSampler(len(rows), settings.eval_batch_size, accelerator.num_processes, rows["length"])
+        rows_sampler = EvaluationSampler(
+            len(rows),
+            settings.eval_batch_size,
+            accelerator.num_processes,
+            rows["length"],
+            process_index=accelerator.process_index,
+        )
         return accelerator.prepare(build_loader(rows, rows_sampler, collate, settings))
 
     collate = PadToLongest(tokenizer)

@@ -7,7 +7,7 @@ import pytest
 from conftest import TEMPLATES
 
 NAMES = ("blank", "image_classification", "text_classification")
-LIMITS = {"blank": 220, "image_classification": 420, "text_classification": 335}  # lines
+LIMITS = {"blank": 225, "image_classification": 420, "text_classification": 335}  # lines
 EQUAL = {  # each function, and the templates in which it is the same to the letter
     "summed_loss": NAMES,
     "train_step": NAMES,
