@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from worlds import CONTEXT, process
+from worlds import process
 
 FOLDER = Path(__file__).parent.parent / "examples" / "parallelism"
 sys.path.insert(0, str(FOLDER))
@@ -136,3 +136,122 @@ def test_memory_is_within_15_percent_of_what_the_allocator_counts(n, place, meas
     predicted = plan.memory(method, shape, passes, n, samples, num_passes)
     print(f"{n} {case}: predicted {predicted / 1e6:.2f} MB, measured {measured[n][place] / 1e6:.2f} MB")
     assert predicted == pytest.approx(measured[n][place], rel=0.15)
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),  # of the encoder without a head, as its model card or paper has it
+    [
+        ("bert-base-uncased", 109_482_240),
+        ("bert-base-cased", 108_310_272),
+        ("bert-large-uncased", 335_141_888),
+        ("distilbert-base-uncased", 66_362_880),
+        ("roberta-base", 124_645_632),
+        ("gpt2", 124_439_808),
+    ],
+)
+def test_a_known_name_has_its_number_of_parameters_without_a_network(name, count):
+    import torch
+    from transformers import AutoModel
+
+    kind, config = plan.find_model(name)
+    with torch.device("meta"):
+        assert sum(p.numel() for p in AutoModel.from_config(config).parameters()) == count
+    assert kind == "text"
+
+
+MODEL = ["--model", "bert-base-cased", "--gpu_memory"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ([*MODEL, "24000"], "gpu_memory 24000: it is in GB: did you mean 23.4?"),
+        ([*MODEL, "0"], "gpu_memory"),
+        ([*MODEL, "nan"], "gpu_memory"),
+        ([*MODEL, "24", "--gpus", "2", "--nodes", "4"], "nodes 4 but gpus 2"),
+        ([*MODEL, "24", "--gpus", "8", "--nodes", "3"], "gpus 8 cannot be dealt evenly to 3 nodes"),
+        ([*MODEL, "24", "--size", "1024"], "size 1024: bert-base-cased reads 512 tokens at most"),
+        ([*MODEL, "24", "--bandwidth", "0"], "bandwidth"),
+        (["--model", "no-such-model", "--gpu_memory", "24"], "Without a network give a folder"),
+        (["--model", "./nowhere", "--gpu_memory", "24"], "no such folder"),
+        (["--gpu_memory", "24"], "--model"),
+    ],
+)
+def test_a_mistake_is_one_line_with_the_cure(arguments, wanted, offline):
+    with pytest.raises(plan.UserError) as caught:
+        plan.main(arguments)
+    assert wanted in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_script_exits_2_with_one_line_before_it_imports_torch():
+    script = str(FOLDER / "plan.py")
+    code = f"import runpy, sys\nsys.path.insert(0, {str(FOLDER)!r}); sys.argv = [{script!r}, *{[*MODEL, '24000']!r}]\n"
+    code += f"try: runpy.run_path({script!r}, run_name='__main__')\nfinally: assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: gpu_memory 24000")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("folder", ["empty", "broken", "timm"])
+def test_a_folder_is_read_by_its_config(folder, tmp_path):
+    if folder == "empty":
+        with pytest.raises(plan.UserError, match="holds no saved model"):
+            plan.find_model(str(tmp_path))
+    elif folder == "broken":
+        (tmp_path / "config.json").write_text("{")
+        with pytest.raises(plan.UserError, match="cannot be read"):
+            plan.find_model(str(tmp_path))
+    else:
+        (tmp_path / "config.json").write_text(json.dumps({"architecture": "resnet18", "num_classes": 3}))
+        kind, name, options = plan.find_model(str(tmp_path))
+        assert (kind, name, options) == ("image", "resnet18", {"num_classes": 3})
+
+
+SHAPE = plan.Shape(parameters=16e9, buffers=0, block=5e8, num_blocks=30, outside=1e9)
+PASSES = plan.Passes(one=(16e9, 16e9 + 1e8), large=(16e9 + 32e8, 16e9 + 32e8), gradients=16e9)
+
+
+def test_up_to_4096_processes_sharding_needs_less_memory_and_the_wire_has_a_limit():
+    counts = [2**k for k in range(13)]
+    assert counts[-1] == 4096
+    for method, stage in plan.STAGES.items():
+        needed = [plan.memory(method, SHAPE, PASSES, n, 4) for n in counts[1:]]
+        assert needed == sorted(needed, reverse=True)
+        assert (needed[-1] < needed[0]) == (stage > 0)
+        seconds = [plan.wire_seconds(method, SHAPE, n, 1, 1e10, False) for n in counts]
+        assert seconds[0] == 0
+        assert seconds == sorted(seconds)
+        assert plan.zero_bytes_sent(stage, 16e9, 4096) < (3 if stage == 3 else 2) * 16e9
+    each = [plan.memory(method, SHAPE, PASSES, 4096, 4) for method in plan.STAGES]
+    assert each == sorted(each, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("gpu_memory", "gpus", "wanted"),
+    [
+        (24, 8, "DDP"),
+        (24, 4096, "DDP"),
+        (0.5, 8, "DDP, bf16, half the size"),
+        (0.3, 8, "FSDP2 or ZeRO-3, the same"),
+        (0.01, 8, None),
+        (24, 1, "one process"),
+    ],
+)
+def test_the_first_way_that_fits_is_taken(gpu_memory, gpus, wanted, monkeypatch, capsys):
+    """The wide BERT of 2.6 M parameters, at 512 samples a step of 128 tokens."""
+    monkeypatch.setattr(plan, "find_model", lambda name: found_of("wide"))
+    options = ["--model", "wide", "--gpu_memory", str(gpu_memory), "--gpus", str(gpus), "--global_batch_size", "512"]
+    code = plan.main(options)
+    lines = capsys.readouterr().out.splitlines()
+    taken = [line for line in lines if line.startswith("take")]
+    print(*lines, sep="\n")
+    assert len(taken) == 1
+    assert code == (wanted is None)
+    assert taken[0].startswith("take       nothing fits" if wanted is None else f"take       {wanted}: profile")

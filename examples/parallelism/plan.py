@@ -85,13 +85,13 @@ def text_config(name: str, place: str):
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())[:120]
         raise UserError(
-            f"model {name}: neither a timm name nor a configuration that can be read ({reason}). Without a network give a"
-            f" folder with config.json, a timm name such as resnet50, or one of {', '.join(KNOWN)}"
+            f"model {name}: neither a timm name nor a configuration that can be read ({reason}). Without a network"
+            f" give a folder with config.json, a timm name such as resnet50, or one of {', '.join(KNOWN)}"
         ) from None
 
 
 def make_model(found: tuple):
-    """Build a model for classification; call it where tensors have no storage."""
+    """Return a model for classification."""
     if found[0] == "image":
         import timm
 
@@ -105,6 +105,31 @@ def make_model(found: tuple):
         raise UserError(
             f"model: transformers has no classifier of type {kind}: give an encoder or a timm name"
         ) from None
+
+
+def make_meta_model(found: tuple):
+    """Return the same on the meta device: shapes without storage."""
+    import torch
+
+    with torch.device("meta"):
+        return make_model(found)
+
+
+def become_fake(model) -> None:
+    """In a FakeTensorMode: replace the model's meta tensors by such as seem to be on the CPU. Tied ones stay tied."""
+    import torch
+
+    made = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, old in tensors.items():
+                if old is None:
+                    continue
+                if old not in made:
+                    new = torch.empty(old.shape, dtype=old.dtype, device="cpu")
+                    is_parameter = tensors is module._parameters
+                    made[old] = torch.nn.Parameter(new, old.requires_grad) if is_parameter else new
+                tensors[name] = made[old]
 
 
 def repeated_blocks(model) -> list:
@@ -159,8 +184,9 @@ def peaks(found: tuple, samples: int, size: int, precision: str, is_checkpointed
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    model = make_meta_model(found).train()
     with FakeTensorMode():
-        model = make_model(found).train()
+        become_fake(model)
         if is_checkpointed and found[0] == "image":
             model.set_grad_checkpointing(True)
         elif is_checkpointed:
@@ -223,14 +249,9 @@ class Shape:
 
 
 def shape_of(found: tuple) -> Shape:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        model = make_model(found)
-        blocks = repeated_blocks(model)
-        sizes = [sum(p.nbytes for p in block.parameters()) for block in blocks]
-        whole = sum(p.nbytes for p in model.parameters())
-        buffers = sum(b.nbytes for b in model.buffers())
+    model = make_meta_model(found)
+    sizes = [sum(p.nbytes for p in block.parameters()) for block in repeated_blocks(model)]
+    whole, buffers = (sum(tensor.nbytes for tensor in tensors) for tensors in (model.parameters(), model.buffers()))
     return Shape(whole, buffers, max(sizes, default=0), len(sizes), whole - sum(sizes))
 
 
@@ -252,7 +273,8 @@ def memory(method: str, shape: Shape, passes: Passes, n: int, samples: int, num_
     fixed = stored["parameters"] + stored["optimizer"] + shape.buffers
     if stage >= 2:  # a unit's gradients are whole until they are dealt out
         fixed += stored["gathered"] * (0.5 if half else 1) + max(shape.block, shape.outside)
-        return fixed + stored["gradients"] + passes.activations(samples)
+        activations = passes.activations(samples)
+        return fixed + activations + (passes.with_gradients(samples, num_passes == 1) - activations) / n
     copies = stored["gradients"] - whole  # stage 1: the gradients of its share, as one tensor
     if stage == 0 and n > 1:
         copies = whole  # DDP's buckets, beside the gradients
@@ -374,8 +396,8 @@ def describe(options, found: tuple, shape: Shape, ways: list[Way]) -> tuple[list
     share = max(1, math.ceil(options.global_batch_size / options.gpus))
     unit = "tokens" if found[0] == "text" else "pixels a side"
     lines = [
-        f"model      {options.model}: {shape.parameters / BYTES:,.0f} parameters, {shape.parameters / GIB:.2f} GB in fp32,"
-        f" {shape.num_blocks} equal blocks",
+        f"model      {options.model}: {shape.parameters / BYTES:,.0f} parameters, {shape.parameters / GIB:.2f} GB in"
+        f" fp32, {shape.num_blocks} equal blocks",
         f"step       {options.global_batch_size} samples of {options.size} {unit}: {share} on each of {options.gpus}"
         f" processes, {options.nodes} node{'s' if options.nodes > 1 else ''}",
         f"budget     {options.gpu_memory * USABLE:.1f} of {options.gpu_memory:g} GB on each GPU;"
