@@ -97,7 +97,6 @@ def test_gradients_are_clipped_by_their_true_size(settings, tmp_path):
     rows = train(1, settings, tmp_path / "half", 1024.0)
     assert not any(row["skipped"] for row in rows)
     difference = largest_difference(losses(tmp_path / "plain"), losses(tmp_path / "half"))
-    print(difference)
     assert 1e-6 < difference < 0.02  # rounding of fp16 in norm and loss: so autocast was at work
 
 
@@ -105,7 +104,6 @@ def test_bf16_is_the_same_run_within_its_rounding(settings, tmp_path):
     run(1, settings | {"output_dir": str(tmp_path / "plain")})
     run(1, settings | {"output_dir": str(tmp_path / "half"), "mixed_precision": "bf16"})
     difference = largest_difference(losses(tmp_path / "plain"), losses(tmp_path / "half"))
-    print(difference)
     assert 1e-6 < difference < 0.1  # bf16 has 8 bits
 
 
