@@ -10,7 +10,9 @@ attention keeps less. Parameters, gradients and AdamW's two moments are float32,
 import argparse
 import json
 import math
+import os
 import sys
+import warnings
 import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -470,6 +472,8 @@ def read_options(arguments: list[str]):
 
 def main(arguments: list[str]) -> int:
     options = read_options(arguments)
+    warnings.simplefilter("ignore")  # of the libraries, about how a model is built
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     found = find_model(options.model)
     if options.size is None:
         options.size = 128 if found[0] == "text" else 224
