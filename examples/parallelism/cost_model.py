@@ -1,12 +1,10 @@
 """A small cost model: what each method should send, store and wait for, before it is run.
 
-compare_methods.py puts it beside what was measured. Bytes, collectives and the idle share are arithmetic;
-seconds rest on the machine's few numbers (Machine) and assume that nothing overlaps.
+compare_methods.py puts it beside what was measured, plan.py applies it to any model. Bytes, collectives and the idle
+share are arithmetic; seconds rest on the machine's few numbers (Machine) and assume that nothing overlaps.
 """
 
 from dataclasses import dataclass
-
-import problem  # isort: skip (before torch: it sets how threads wait)
 
 BYTES = 4  # of a float32
 
@@ -55,7 +53,35 @@ def pipeline_idle(num_stages: int, num_micro_batches: int) -> float:
     return (num_stages - 1) / (num_micro_batches + num_stages - 1)
 
 
-def model_of(settings: problem.Settings, activations: int) -> Model:
+def ring(n: int) -> float:
+    """The part of a tensor that a gather or a reduce-scatter among n sends; an all-reduce sends both."""
+    return (n - 1) / n
+
+
+def zero_bytes_sent(stage: int, whole: float, n: int, passes: int = 1, factor: float = 1) -> float:
+    """Bytes that a process sends in a step of ZeRO stage 0 (DDP) to 3 over n processes, of parameters of `whole` bytes.
+
+    Gradients go out once a step. Stage 3 gathers the parameters forward and backward in each of `passes`
+    micro-batches, the others once. factor: what a number has on the wire, of its size in float32.
+    """
+    return ((2 * passes if stage == 3 else 1) + 1) * ring(n) * whole * factor
+
+
+def zero_stored(stage: int, whole: float, n: int, gathered: float) -> dict[str, float]:
+    """Bytes that a process stores with Adam in ZeRO stage 0 (DDP) to 3; gathered: whole for a while, in stage 3."""
+    sharded = whole / n
+    return {
+        "parameters": whole if stage < 2 else sharded,
+        "gradients": {0: whole, 1: whole + sharded}.get(stage, sharded),
+        "optimizer": 2 * (whole if stage == 0 else sharded),
+        "gathered": {2: whole, 3: gathered}.get(stage, 0),
+    }
+
+
+def model_of(settings, activations: int) -> Model:
+    """settings: those of a method's script."""
+    import problem  # here: plan.py uses the arithmetic alone
+
     parameters = list(problem.make_model(settings).parameters())
     return Model(
         num_layers=settings.num_hidden_layers,
@@ -71,7 +97,6 @@ def predict(method: str, settings, model: Model, machine: Machine, n: int) -> Pr
     batch, whole, variant = settings.global_batch_size, model.parameters, vars(settings)
     share = -(-batch // n)  # samples of a process where they are dealt out
     micro = variant.get("micro_batch_size", share)
-    ring = (n - 1) / n  # of a tensor: what a gather or a reduce-scatter sends; an all-reduce sends both
 
     def at(samples: float, passes: int, sent: float, collectives: int, alive: float, **memory: float) -> Prediction:
         """Every process has all layers and `samples` of the step; `alive` of them in memory at a time."""
@@ -91,36 +116,31 @@ def predict(method: str, settings, model: Model, machine: Machine, n: int) -> Pr
         prediction.idle = pipeline_idle(n, 1)
         return prediction
     if method == "ddp_from_scratch":
-        return at(share, 1, 2 * ring * whole, model.num_tensors, share)
+        return at(share, 1, zero_bytes_sent(0, whole, n), model.num_tensors, share)
     if method in ("ddp", "ddp_accumulation", "accelerate_way"):
         factor = 0.5 if variant.get("comm_hook", "none") != "none" else 1
         buckets = -(-whole // int(variant.get("bucket_cap_mb", 25) * 2**20))
-        return at(share, -(-share // micro), factor * 2 * ring * whole, buckets, micro)
+        sent = zero_bytes_sent(0, whole, n, factor=factor)
+        return at(share, -(-share // micro), sent, buckets, micro)
     if method == "zero":
         units = model.num_layers + 2
         gathers = {1: 1, 2: 1, 3: 2}[settings.stage]  # of the parameters; and one reduce-scatter of the gradients
         collectives = 2 if settings.stage == 1 else (gathers + 1) * units
-        sharded = whole / n
-        memory = {"optimizer": 2 * sharded}
-        if settings.stage == 1:
-            memory["gradients"] = whole + sharded
-        else:
-            memory |= {"gradients": sharded, "parameters": sharded}
-            memory["gathered"] = whole if settings.stage == 2 else whole / model.num_layers  # 3: one block at a time
-        prediction = at(share, 1, (gathers + 1) * ring * whole, collectives, share, **memory)
-        prediction.seconds -= machine.optimizer_seconds * ring
+        memory = zero_stored(settings.stage, whole, n, gathered=whole / model.num_layers)  # one block at a time
+        prediction = at(share, 1, zero_bytes_sent(settings.stage, whole, n), collectives, share, **memory)
+        prediction.seconds -= machine.optimizer_seconds * ring(n)
         return prediction
     if method == "tensor_parallel":
         # By hand two all-reduces for each block forward, two backward; DTensor sums q's, k's and v's apart.
         collectives = model.num_layers * (4 if settings.implementation == "by_hand" else 6)
-        sent = collectives * 2 * ring * batch * model.between_layers
+        sent = collectives * 2 * ring(n) * batch * model.between_layers
         # of a block all but the norms and the second biases
         cut_in_block = 12 * settings.hidden_size**2 + 4 * settings.hidden_size
-        cut = model.num_layers * cut_in_block * BYTES * ring
+        cut = model.num_layers * cut_in_block * BYTES * ring(n)
         stored = {"parameters": whole - cut, "gradients": whole - cut, "optimizer": 2 * (whole - cut)}
         # Of 16 activations of a block 4 are whole everywhere: the norms' inputs and outputs.
         prediction = at(batch, 1, sent, collectives, batch * (4 + 12 / n) / 16, **stored)
-        prediction.seconds -= machine.sample_seconds * batch * ring + machine.optimizer_seconds * ring
+        prediction.seconds -= machine.sample_seconds * batch * ring(n) + machine.optimizer_seconds * ring(n)
         return prediction
     if method == "pipeline_parallel":
         m = settings.num_micro_batches
