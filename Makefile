@@ -190,6 +190,15 @@ data-parallel: environment ## DataParallel's four moves, in threads
 model-parallel: environment ## layers on several devices
 	exec $(VENV_PYTHON) $(METHODS)/model_parallel.py $(ARGS)
 
+model-given: # before anything is installed
+	@test -n "$(MODEL)" -a -n "$(GPU_MEMORY)" || { \
+		echo "error: make plan MODEL=NAME_OR_FOLDER GPU_MEMORY=GB [GPUS=8 NODES=2 BANDWIDTH=GB_PER_SECOND]" >&2; exit 2; }
+
+.PHONY: plan
+plan: model-given environment ## memory, wire, micro-batch and profile of a model (MODEL=NAME GPU_MEMORY=24 GPUS=8 NODES=2)
+	@exec $(VENV_PYTHON) $(METHODS)/plan.py --model "$(MODEL)" --gpu_memory "$(GPU_MEMORY)" \
+		$(if $(GPUS),--gpus "$(GPUS)") $(if $(NODES),--nodes "$(NODES)") $(if $(BANDWIDTH),--bandwidth "$(BANDWIDTH)") $(ARGS)
+
 .PHONY: compare-methods
 compare-methods: environment ## measure all methods: outputs/compare_methods
 	exec $(VENV_PYTHON) $(METHODS)/compare_methods.py $(ARGS)
