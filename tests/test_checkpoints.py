@@ -79,6 +79,10 @@ def test_tensors_of_every_kind_are_written_as_safetensors_reads_them(tmp_path):
     tensors |= {"scalar": torch.tensor(3.0), "empty": torch.empty(0, 4), "matrix": torch.arange(6.0).view(2, 3)}
     path = write(tmp_path, checkpoints.Snapshot(1, {"all": tensors}, {}))
     found = load_file(path / "all.safetensors")
+    data = (path / "all.safetensors").read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    for name, place in json.loads(data[8 : 8 + size]).items():
+        assert (8 + size + place["data_offsets"][0]) % tensors[name].element_size() == 0, f"{name} is not aligned"
     assert fault_of(path) is None
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():

@@ -2,8 +2,8 @@
 
     PYTHONPATH=templates python examples/bench/bench.py                    # TEMPLATES_DATA=FOLDER: on the real MRPC
 
-Both sides of a ratio take turns in the same process, on one thread, and every round gives one ratio: the table has the
-median and the range of all rounds. CPU time is counted, so that other programs disturb less; waiting for a disk is
+Both sides of a ratio take turns in the same process, on one CPU thread, and every round gives one ratio: the table has
+the median and the range of all rounds. CPU time is counted, so that other programs disturb less; waiting for a disk is
 counted by the clock. `peer.py` has Accelerate's own loop as its users write it. Writes bench.json, bench.md and
 bench.png into --output_dir. `--toy` makes everything small: it shows that the bench works, and its numbers say nothing.
 """
