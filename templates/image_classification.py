@@ -405,7 +405,7 @@ def main(settings: Settings) -> None:
                 if predicted is None:
                     run.leave()
                 path = run.path / f"predictions_{split}.csv"
-                inputs = {"name": [item.name for item in items]}
+                inputs = {"name": [item.name for item in items], "path": [item.where for item in items]}
                 details = on_main(accelerator, write_predictions, path, predicted, splits.label_names, inputs)
                 run.note_split(split, details and on_main(accelerator, score, predicted), details)
         run.finish("image-classification", TIMM)

@@ -313,13 +313,18 @@ def test_a_test_folder_without_classes_gets_predictions(settings, tmp_path):
     here = settings | {"data_dir": str(tmp_path / "data"), "max_train_steps": 2, "output_dir": str(tmp_path / "run")}
     run(2, here)
     rows = (tmp_path / "run" / "predictions_test.csv").read_text("utf-8").splitlines()
-    assert rows[0] == "index,name,label,prediction,p_ant,p_bee,p_cat"
+    assert rows[0] == "index,name,path,label,prediction,p_ant,p_bee,p_cat"
     rows = [row.split(",") for row in rows[1:]]
     assert [row[1] for row in rows] == [f"test/{number}.jpg" for number in range(5)]
-    assert {row[2] for row in rows} == {""}
-    assert {row[3] for row in rows} <= {"ant", "bee", "cat"}
-    assert all(sum(map(float, row[4:])) == pytest.approx(1, abs=1e-5) for row in rows)
+    assert all(Path(row[2]).is_file() for row in rows)
+    assert {row[3] for row in rows} == {""}
+    assert {row[4] for row in rows} <= {"ant", "bee", "cat"}
+    assert all(sum(map(float, row[5:])) == pytest.approx(1, abs=1e-5) for row in rows)
     assert not lines(tmp_path / "run", "test_loss")
+
+
+def test_the_hardest_images_are_shown_in_the_report(unbroken):
+    assert (unbroken[1] / "report.html").read_text("utf-8").count("data:image/jpeg") > 3
 
 
 def test_workers_may_be_spawned(settings, unbroken, tmp_path):  # report 52
