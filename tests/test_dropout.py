@@ -417,7 +417,7 @@ def test_what_is_known_beforehand_is_told_in_notes():
     assert dropout_notes(build("bert")) == []
     assert "rnn: " in dropout_notes(nn.ModuleDict({"rnn": nn.LSTM(3, 3, 2, dropout=0.1)}))[0]
     assert dropout_notes(nn.LSTM(3, 3, 2)) == []
-    assert "DropBlock2d" in dropout_notes(timm.create_model("resnet10t", drop_block_rate=0.1))[0]
+    assert dropout_notes(timm.create_model("resnet10t", drop_block_rate=0.1)) == []
     model = build("bert")
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert dropout_notes(model) == []
@@ -426,3 +426,24 @@ def test_what_is_known_beforehand_is_told_in_notes():
     model = build("bert")
     model.config._attn_implementation_internal = "flash_attention_2"
     assert "flash_attention_2" in dropout_notes(model)[0]
+
+
+@pytest.mark.parametrize("couple_channels", [True, False])
+def test_drop_block_scales_each_sample_by_what_is_kept_of_it(couple_channels):
+    from timm.layers import drop
+
+    block = drop.DropBlock2d(drop_prob=0.3, block_size=3, couple_channels=couple_channels).train()
+    x, ids, original = torch.rand(8, 4, 12, 12) + 1, torch.arange(100, 108), drop.drop_block_2d
+
+    def dropped(part: slice) -> torch.Tensor:
+        with exact_dropout(block, ids[part], seed=1, step=5):
+            return block(x[part])
+
+    whole = dropped(slice(None))
+    assert drop.drop_block_2d is original, "nothing outlives the context"
+    assert torch.equal(whole, torch.cat([dropped(slice(0, 3)), dropped(slice(3, 8))]))
+    assert torch.equal(whole, torch.cat([dropped(slice(i, i + 1)) for i in range(8)]))
+    kept = whole != 0
+    shares = kept.float().mean((1, 2, 3))
+    assert 0.2 < shares.min() < shares.max() < 1 and len(set(shares.tolist())) > 1
+    assert torch.allclose(whole, x * kept / shares.view(-1, 1, 1, 1))

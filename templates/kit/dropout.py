@@ -46,11 +46,36 @@ def exact_dropout(model: torch.nn.Module, sample_ids: torch.Tensor, seed: int, s
     generator.manual_seed(start)
     mode = SampleDropout(model, sample_ids.to(device), seed, step, start)
     try:
-        with mode:
+        with mode, _drop_block_by_sample():
             yield
     finally:
         mode.warn()
         generator.set_state(state)
+
+
+@contextmanager
+def _drop_block_by_sample():
+    """Let timm's DropBlock scale each sample by what is kept of it, not of the whole micro-batch."""
+    drop = sys.modules.get("timm.layers.drop")
+    if drop is None:
+        yield
+        return
+    original = drop.drop_block_2d
+
+    def by_sample(x, *, with_noise=False, scale_by_keep=True, inplace=False, **options):
+        if with_noise or not scale_by_keep:
+            return original(x, with_noise=with_noise, scale_by_keep=scale_by_keep, inplace=inplace, **options)
+        with torch.no_grad():
+            keep = original(torch.ones_like(x), scale_by_keep=False, **options)
+            share = keep.float().mean((1, 2, 3), keepdim=True).clamp(min=1e-7)
+            keep = keep * (1 / share).to(keep.dtype)
+        return x.mul_(keep) if inplace else x * keep
+
+    drop.drop_block_2d = by_sample
+    try:
+        yield
+    finally:
+        drop.drop_block_2d = original
 
 
 def dropout_notes(model: torch.nn.Module) -> list[str]:
@@ -64,8 +89,6 @@ def dropout_notes(model: torch.nn.Module) -> list[str]:
     for name, module in modules.items():
         if isinstance(module, torch.nn.RNNBase) and module.dropout > 0 and module.num_layers > 1:
             notes.append(f"{name}: dropout between recurrent layers is drawn inside torch, by process and micro-batch")
-        elif type(module).__name__ == "DropBlock2d" and module.drop_prob and module.scale_by_keep:
-            notes.append(f"{name}: DropBlock2d scales by what is kept of a whole micro-batch, so its split shows")
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if attention not in (None, "eager", "sdpa", "flex_attention"):
         notes.append(f"attn_implementation {attention} draws its own dropout, by process and micro-batch: use sdpa")
