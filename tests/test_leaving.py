@@ -166,8 +166,9 @@ def test_a_signal_in_data_preparation_ends_it_at_once(num_processes, tiny_settin
         ("/opt/venv/bin/python3 -m accelerate.commands.launch train.py", True),
         ("python /opt/venv/bin/torchrun train.py", True),
         ("python templates/launch.py --config_file cpu.yaml", True),
+        ("python templates/sweep.py templates/blank.py --seeds 0", True),
         ("bash /home/me/accelerate-templates/start.sh", False),
-        ("/home/me/accelerate-templates/.venv/bin/python sweep.py", False),
+        ("/home/me/accelerate-templates/.venv/bin/python search.py", False),
     ],
 )
 def test_only_a_launcher_takes_its_script_with_it(command, expected):
