@@ -161,10 +161,11 @@ def test_a_tilde_is_the_home_folder_in_every_path(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("script", ["text_classification", "image_classification", "blank"])
 def test_a_reader_that_has_enough_ends_help_quietly(script):
-    command = f'"{sys.executable}" "{TEMPLATES / script}.py" --help | head -1'
-    answer = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
-    assert answer.stdout.startswith(f"usage: {script}.py")
-    assert answer.stderr == ""
+    for reader in ("head -1", "true"):  # the second has gone before anything is written
+        command = f'"{sys.executable}" "{TEMPLATES / script}.py" --help | {reader}'
+        answer = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+        assert answer.stderr == ""
+        assert answer.stdout.startswith(f"usage: {script}.py") or reader == "true"
 
 
 def test_a_folder_for_caches_that_cannot_be_used_is_one_line_with_its_variable(tmp_path):
