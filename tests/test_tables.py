@@ -16,7 +16,7 @@ import pytest
 
 from kit import table_cache, table_files, tables
 from kit.errors import MachineError, UserError
-from kit.table_labels import printable
+from kit.evaluation import describe_labels, printable
 from kit.tables import read_text_splits
 
 ROWS = [{"text": f"words number {i}", "label": "yes" if i % 3 else "no"} for i in range(12)]
@@ -451,6 +451,9 @@ def test_a_label_with_a_line_end_is_shown_on_one_line():
     assert splits.label_names == ("one", "three", "two", "two\nlines")  # as it is
     assert [printable(name) for name in splits.label_names] == ["one", "three", "two", "two\\nlines"]
     assert printable("caf\u00e9 \u200b\x1b[2J\u2028") == "caf\u00e9 \\u200b\\x1b[2J\\u2028"
+    assert (
+        describe_labels(("caf\u00e9\n", "two\nlines")) == "labels caf\u00e9\\n, two\\nlines; f1 is that of two\\nlines"
+    )
     refuse("'two\\nlines'", train_file=write("b.jsonl", rows[1:3]), validation_file="a.jsonl")
 
 

@@ -38,13 +38,16 @@ def class_weights(kind: str | None, labels: Sequence[int], device: torch.device)
     return (counts.sum() / (len(counts) * counts)).float().to(device)
 
 
+def printable(text: str) -> str:
+    """Return `text` with line ends, control and invisible characters as escapes, so that it stays on one line."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def describe_labels(label_names: tuple[str, ...]) -> str:
     """Return one line for the banner: the labels, and what f1 means for them."""
-    f1 = f"f1 is that of {label_names[1]}" if len(label_names) == 2 else "f1 is the mean over the labels that occur"
-    shown = [
-        label.encode("unicode_escape").decode() if not label.isprintable() else label for label in label_names[:20]
-    ]
-    return f"labels {', '.join(shown)}{', ...' if len(label_names) > 20 else ''}; {f1}"
+    shown = [printable(name) for name in label_names]
+    f1 = f"f1 is that of {shown[1]}" if len(shown) == 2 else "f1 is the mean over the labels that occur"
+    return f"labels {', '.join(shown[:20])}{', ...' if len(shown) > 20 else ''}; {f1}"
 
 
 def write_predictions(

@@ -80,11 +80,6 @@ def look_alike_of(label: str, labels: Iterable[str]) -> str | None:
     return next((group[1] for group in [*same, *close] if group[0] == label), None)
 
 
-def printable(text: str) -> str:
-    """Return `text` with line ends, control and invisible characters as escapes, so that it stays on one line."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
 def _visible(text: str) -> str:
     """Return what a screen shows of `text`, blanks as one space."""
     if text.isascii() and text.isprintable() and "  " not in text:
